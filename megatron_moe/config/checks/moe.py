@@ -1,0 +1,111 @@
+"""Rules about experts that hold for every routing method; what one method demands stands beside it."""
+
+from collections.abc import Iterator
+
+from megatron_moe.config.checks.support import divisors, multiples_near, one_of, splits_over, typed
+from megatron_moe.config.schema import Config
+
+
+def topk_needs_so_many_experts(config: Config, world_size: int) -> Iterator[str]:
+    """A token cannot choose more experts than there are."""
+    moe = config.moe
+    if moe.num_experts is not None and moe.moe_router_topk > moe.num_experts:
+        yield (
+            f"{typed(config, 'moe_router_topk')} asks for more experts than {typed(config, 'num_experts')}; "
+            f"use at most {moe.num_experts}."
+        )
+
+
+def layer_pattern_can_be_read(config: Config, world_size: int) -> Iterator[str]:
+    """``--moe-layer-freq`` is well-formed and makes at least one layer MoE."""
+    if config.moe.num_experts is None:
+        return
+    try:
+        pattern = config.moe.layer_pattern(config.model.num_layers)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not any(pattern):
+        yield (
+            f"No layer is MoE although {typed(config, 'num_experts')} is given: "
+            f"{typed(config, 'moe_layer_freq')}, {typed(config, 'moe_first_dense_layers')} and "
+            f"{typed(config, 'num_layers')} leave none. --moe-layer-freq 1 makes all layers MoE; "
+            "--num-experts none asks for a dense model."
+        )
+
+
+def experts_divide_over_expert_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """Each expert-parallel rank has the same number of experts, and there are experts."""
+    ep, experts = config.parallel.expert_model_parallel_size, config.moe.num_experts
+    if experts is not None:
+        yield from splits_over(config, "num_experts", experts, "expert_model_parallel_size", ep)
+    elif ep > 1:
+        yield (
+            f"{typed(config, 'expert_model_parallel_size')} needs experts to share out; give --num-experts, "
+            "or use --expert-model-parallel-size 1."
+        )
+
+
+def expert_ffn_divides_over_expert_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """An expert is cut in width."""
+    if config.moe.num_experts is not None:
+        size = config.moe.moe_ffn_hidden_size or config.model.dense_ffn_size
+        etp = config.parallel.expert_tp
+        yield from splits_over(config, "moe_ffn_hidden_size", size, "expert_tensor_parallel_size", etp)
+
+
+def shared_expert_divides_over_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """The shared expert is cut like a dense layer; its gate needs one."""
+    size = config.moe.moe_shared_expert_intermediate_size
+    if size is not None:
+        tp = config.parallel.tensor_model_parallel_size
+        name = "moe_shared_expert_intermediate_size"
+        yield from splits_over(config, name, size, "tensor_model_parallel_size", tp)
+    elif config.moe.moe_shared_expert_gate:
+        yield (
+            "--moe-shared-expert-gate has no shared expert to weigh; give "
+            "--moe-shared-expert-intermediate-size, or leave the gate out."
+        )
+
+
+def group_is_whole(config: Config, world_size: int) -> Iterator[str]:
+    """A group of tokens is part of a sequence or some whole sequences of one micro-batch."""
+    text, seq_length = config.moe.moe_group_size, config.data.seq_length
+    if config.moe.num_experts is None or text == "sequence":
+        return
+    if not text.isdecimal() or int(text) < 1:
+        yield (
+            f"--moe-group-size {text} cannot be read; give 'sequence' or a number of tokens, such as "
+            f"{one_of(divisors(seq_length)[-3:])}."
+        )
+        return
+    size = int(text)
+    num_sequences, rest = divmod(size, seq_length)
+    if size < seq_length and seq_length % size:
+        yield (
+            f"--moe-group-size {text} does not divide {typed(config, 'seq_length')}; a group below a "
+            f"sequence divides it: use {one_of(divisors(seq_length)[::-1])}."
+        )
+    elif size > seq_length and rest:
+        yield (
+            f"--moe-group-size {text} is not a multiple of {typed(config, 'seq_length')}; a group above a "
+            f"sequence is some whole sequences: use {multiples_near(size, seq_length)}."
+        )
+    elif num_sequences > 1 and config.training.micro_batch_size % num_sequences:
+        micro = config.training.micro_batch_size
+        yield (
+            f"--moe-group-size {text} is {num_sequences} sequences, which do not divide "
+            f"{typed(config, 'micro_batch_size')}; a group lies inside one micro-batch: use a group of "
+            f"{one_of([d * seq_length for d in divisors(micro)])} tokens, or a micro-batch of "
+            f"{multiples_near(micro, num_sequences)} sequences."
+        )
+
+
+RULES = (
+    topk_needs_so_many_experts,
+    layer_pattern_can_be_read,
+    experts_divide_over_expert_parallel,
+    expert_ffn_divides_over_expert_tensor_parallel,
+    shared_expert_divides_over_tensor_parallel,
+    group_is_whole,
+)

@@ -1,0 +1,74 @@
+"""The grouped matrix product of experts: rows of expert l are multiplied by matrix l.
+
+    rows_RI   [ rows of expert 0 | rows of expert 1 | ... ]   counts_L says how many each has, some have none
+    weight_LOI, product_RO[r] = weight[l(r)] @ rows[r]
+
+``loop`` runs one product per expert into slices of one output; ``grouped_mm`` is torch's fused product
+(float32, bfloat16, float16; row strides in multiples of 16 bytes).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def choose_backend(requested: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation behind ``--moe-expert-backend auto``.
+
+    On CUDA the fused product, which needs no host copy of the counts; on CPU the loop, which was never slower there
+    for bfloat16 and float64 is not supported by the fused one at all.
+
+    Raises:
+        ValueError: grouped_mm was asked for with a type it does not support.
+    """
+    if requested == "auto":
+        return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 else "loop"
+    if requested == "grouped_mm" and dtype == torch.float64:
+        raise ValueError(
+            "--moe-expert-backend grouped_mm does not support --params-dtype float64; use loop (or auto)."
+        )
+    return requested
+
+
+def _runs(counts_L: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of the experts that have rows."""
+    runs, start = [], 0
+    for expert, count in enumerate(counts_L.tolist()):
+        if count:
+            runs.append((expert, start, start + count))
+        start += count
+    return runs
+
+
+def _offsets(counts_L: Tensor, device: torch.device) -> Tensor:
+    return counts_L.to(device).cumsum(0, dtype=torch.int32)
+
+
+def grouped_product(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
+    """[R, I] x [L, O, I] -> [R, O]."""
+    if backend == "grouped_mm":
+        return F.grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=_offsets(counts_L, rows_RI.device))
+    out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_LOI.shape[1])
+    for expert, start, stop in _runs(counts_L):
+        torch.mm(rows_RI[start:stop], weight_LOI[expert].T, out=out_RO[start:stop])
+    return out_RO
+
+
+def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
+    """Gradient of the rows: [R, O] x [L, O, I] -> [R, I]."""
+    if backend == "grouped_mm":
+        return F.grouped_mm(grad_RO, weight_LOI, offs=_offsets(counts_L, grad_RO.device))
+    out_RI = grad_RO.new_empty(grad_RO.shape[0], weight_LOI.shape[2])
+    for expert, start, stop in _runs(counts_L):
+        torch.mm(grad_RO[start:stop], weight_LOI[expert], out=out_RI[start:stop])
+    return out_RI
+
+
+def grouped_outer_product(grad_RO: Tensor, rows_RI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
+    """Gradient of the weights: [R, O], [R, I] -> [L, O, I]; zero for an expert without rows."""
+    if backend == "grouped_mm":
+        return F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
+    out_LOI = grad_RO.new_zeros(counts_L.numel(), grad_RO.shape[1], rows_RI.shape[1])
+    for expert, start, stop in _runs(counts_L):
+        torch.mm(grad_RO[start:stop].T, rows_RI[start:stop], out=out_LOI[expert])
+    return out_LOI

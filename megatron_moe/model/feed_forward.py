@@ -1,0 +1,93 @@
+"""Dense feed-forward layer and shared expert: column-parallel in, activation, row-parallel out."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_moe.config.schema import ModelConfig
+from megatron_moe.kernels.activation import activate
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter_tp
+from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+
+
+class FeedForward(nn.Module):
+    """[S', B, D] -> fc1 [P, F / tp, D] -> activation -> fc2 [D, F / tp] -> [S', B, D]; P = 2 when gated."""
+
+    def __init__(
+        self,
+        width: int,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        sequence_parallel: bool,
+        output_std: float,
+        bias: bool,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.ctx, self.sequence_parallel, self.activation = ctx, sequence_parallel, config.activation
+        self.num_projections = 2 if config.gated else 1
+        self.fc1 = ColumnParallelLinear(
+            (self.num_projections, width, config.hidden_size),
+            ctx,
+            dtype,
+            cut=1,
+            bias=bias,
+            initial=Initial("normal", config.init_method_std),
+            queue=queue,
+        )
+        self.fc2 = RowParallelLinear(
+            width,
+            config.hidden_size,
+            ctx,
+            dtype,
+            sequence_parallel=sequence_parallel,
+            bias=bias,
+            initial=Initial("normal", output_std),
+            queue=queue,
+        )
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        """x [S', B, D] -> [S', B, D]."""
+        hidden = self.fc1(enter_tp(x_SBD, self.ctx, self.sequence_parallel))
+        return self.fc2(activate(hidden.unflatten(-1, (self.num_projections, -1)), self.activation))
+
+
+class SharedExpert(nn.Module):
+    """A feed-forward that sees every token, optionally weighed by a sigmoid gate of the token (Qwen2-MoE)."""
+
+    def __init__(
+        self,
+        width: int,
+        gated: bool,
+        config: ModelConfig,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        sequence_parallel: bool,
+        output_std: float,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.feed_forward = FeedForward(
+            width,
+            config,
+            ctx,
+            dtype,
+            sequence_parallel=sequence_parallel,
+            output_std=output_std,
+            bias=False,
+            queue=queue,
+        )
+        spec = ShardSpec(
+            (1, config.hidden_size), partial_tp=sequence_parallel, initial=Initial("normal", config.init_method_std)
+        )
+        self.gate_weight = empty_parameter(spec, ctx, dtype) if gated else None
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        """x [S', B, D] -> [S', B, D]."""
+        y_SBD = self.feed_forward(x_SBD)
+        return y_SBD if self.gate_weight is None else y_SBD * torch.sigmoid(F.linear(x_SBD, self.gate_weight))

@@ -1,0 +1,84 @@
+"""Tokens travel to their experts by all-to-all, every peer getting just the rows it needs.
+
+    x_TD --sort by expert--> rows_ND --all-to-all (ep)--> by sender --gather (etp)--> --sort--> rows_RD, expert-major
+    y_TD <--add copies------ rows_ND <--all-to-all (ep)-- by sender <--sum (etp)----- <--unsort-- rows_RD
+
+Split sizes differ per peer and step and may be zero; a rank without rows takes part all the same, so that no peer waits.
+Expert e lives on ep rank e // L. Under expert tensor parallelism the etp peers hold slices of the same experts: they
+gather each other's rows and sum the partial results.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.moe.dispatchers.base import Dispatched
+from megatron_moe.moe.permute import add_rows, expert_major, expert_order
+from megatron_moe.moe.routing import Routing
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.context import ParallelContext
+
+
+class _Receipt(NamedTuple):
+    token_ids_N: Tensor  # token of each sent row
+    num_tokens: int
+    send: list[int]  # rows per ep peer
+    receive: list[int]
+    gathered: list[int]  # rows of each etp peer after the all-to-all
+    order_R: Tensor  # expert-major from sender-major
+    inverse_R: Tensor
+
+
+class AllToAllDispatcher:
+    """Uneven all-to-all over ep, with expert tensor parallelism behind it."""
+
+    def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
+        self.num_experts, self.ctx = num_experts, ctx
+        self.num_local = num_experts // ctx.ep.size
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
+        order_N, counts_E = expert_order(routing.expert_ids_N, self.num_experts)
+        token_ids_N = routing.token_ids_N[order_N]
+        counts_XPL = self._exchange_counts(counts_E)
+        receipt = self._receipt(token_ids_N, x_TD.shape[0], counts_E, counts_XPL, x_TD.device)
+        rows_RD = self._send(x_TD.index_select(0, token_ids_N), receipt)
+        weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), receipt).squeeze(1)
+        return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), receipt)
+
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """rows [R, D] (partial over etp) -> y [T, D]."""
+        receipt: _Receipt = dispatched.receipt
+        rows = rows_RD.index_select(0, receipt.inverse_R)
+        rows = collectives.reduce_scatter_rows(rows, receipt.gathered, self.ctx.etp)
+        rows_ND = collectives.all_to_all(rows, receipt.receive, receipt.send, self.ctx.ep)
+        return add_rows(rows_ND, receipt.token_ids_N, receipt.num_tokens)
+
+    def _exchange_counts(self, counts_E: Tensor) -> Tensor:
+        """[E] copies per expert here -> [etp, ep, L] rows of this rank's experts, by sender. On the host."""
+        ep, etp = self.ctx.ep, self.ctx.etp
+        received_PL = collectives.exchange_rows(counts_E.view(ep.size, -1), [1] * ep.size, [1] * ep.size, ep)
+        return collectives.gather_dim0(received_PL.unsqueeze(0), etp).cpu()
+
+    def _receipt(
+        self, token_ids_N: Tensor, num_tokens: int, counts_E: Tensor, counts_XPL: Tensor, device: torch.device
+    ) -> _Receipt:
+        order_R = expert_major(counts_XPL.flatten(0, 1))
+        inverse_R = torch.empty_like(order_R)
+        inverse_R[order_R] = torch.arange(order_R.numel())
+        return _Receipt(
+            token_ids_N=token_ids_N,
+            num_tokens=num_tokens,
+            send=counts_E.view(self.ctx.ep.size, -1).sum(1).tolist(),
+            receive=counts_XPL[self.ctx.etp.rank].sum(1).tolist(),
+            gathered=counts_XPL.sum((1, 2)).tolist(),
+            order_R=order_R.to(device, non_blocking=True),
+            inverse_R=inverse_R.to(device, non_blocking=True),
+        )
+
+    def _send(self, rows: Tensor, receipt: _Receipt) -> Tensor:
+        """Rows by receiver -> rows of this rank's experts, expert-major."""
+        rows = collectives.all_to_all(rows, receipt.send, receipt.receive, self.ctx.ep)
+        rows = collectives.all_gather_rows(rows, receipt.gathered, self.ctx.etp)
+        return rows.index_select(0, receipt.order_R)

@@ -1,0 +1,30 @@
+"""Every expert is here (ep = etp = 1): nothing is sent, rows are only put in the experts' order."""
+
+from torch import Tensor
+
+from megatron_moe.moe.dispatchers.base import Dispatched
+from megatron_moe.moe.permute import add_rows, expert_order
+from megatron_moe.moe.routing import Routing
+
+
+class LocalDispatcher:
+    """Sort by expert, and back."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        """x [T, D] -> rows [N, D], expert-major."""
+        order_N, counts_E = expert_order(routing.expert_ids_N, self.num_experts)
+        token_ids_N = routing.token_ids_N[order_N]
+        return Dispatched(
+            x_TD.index_select(0, token_ids_N),
+            routing.weights_N[order_N],
+            counts_E,
+            (token_ids_N, x_TD.shape[0]),
+        )
+
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """rows [N, D] -> y [T, D]."""
+        token_ids_N, num_tokens = dispatched.receipt
+        return add_rows(rows_RD, token_ids_N, num_tokens)

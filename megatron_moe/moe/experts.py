@@ -1,0 +1,99 @@
+"""Routed experts: feed-forward networks whose weights are stacked, run as two grouped products.
+
+    rows_RD --fc1_LPFD--> [R, P, F] --activation * gate weight--> [R, F] --fc2_LDF--> rows_RD
+
+The gate weight is applied before the second product: the result is the same (fc2 has no bias), and the [R, D] output
+need not be kept for the weight's gradient (formulas 8.3).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from megatron_moe.config.schema import MoEConfig, ModelConfig
+from megatron_moe.kernels import grouped
+from megatron_moe.kernels.activation import activate
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue, accumulate
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Grouped product whose backward may leave the weights' gradient in the stage's queue."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        rows_RI: Tensor,
+        weight: ShardedParameter,
+        counts_L: Tensor,
+        backend: str,
+        queue: WeightGradientQueue | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows_RI, weight, counts_L)
+        ctx.parameter, ctx.backend, ctx.queue = weight, backend, queue  # type: ignore[attr-defined]
+        return grouped.grouped_product(rows_RI, _matrix(weight), counts_L, backend)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows_RI, weight, counts_L = ctx.saved_tensors  # type: ignore[attr-defined]
+        backend, parameter = ctx.backend, ctx.parameter  # type: ignore[attr-defined]
+        queue: WeightGradientQueue | None = ctx.queue  # type: ignore[attr-defined]
+        grad_RO = grad_RO.contiguous()
+        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), counts_L, backend)
+
+        def weight_gradient() -> Tensor:
+            return grouped.grouped_outer_product(grad_RO, rows_RI, counts_L, backend).view(parameter.shape)
+
+        if queue is not None and queue.deferring:
+            queue.push(lambda: accumulate(parameter, weight_gradient()))
+            return grad_RI, None, None, None, None
+        return grad_RI, weight_gradient(), None, None, None
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """[L, ..., I] -> [L, O, I]."""
+    return weight.flatten(1, -2)
+
+
+class Experts(nn.Module):
+    """This rank's experts: L = E / ep of them, each with F / etp of its width."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        output_std: float,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        assert moe.num_experts is not None
+        num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
+        self.activation, self.queue = model.activation, queue
+        self.num_projections = 2 if model.gated else 1
+        self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device)
+        fc1 = ShardSpec(
+            (num_experts, self.num_projections, width, model.hidden_size),
+            shards=(("ep", 0), ("etp", 2)),
+            expert=True,
+            stacked=True,
+            initial=Initial("normal", model.init_method_std),
+        )
+        fc2 = ShardSpec(
+            (num_experts, model.hidden_size, width),
+            shards=(("ep", 0), ("etp", 2)),
+            expert=True,
+            stacked=True,
+            initial=Initial("normal", output_std),
+        )
+        self.fc1 = empty_parameter(fc1, ctx, dtype)
+        self.fc2 = empty_parameter(fc2, ctx, dtype)
+
+    def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
+        """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
+        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        hidden_RF = activate(hidden.unflatten(1, (self.num_projections, -1)), self.activation)
+        hidden_RF = hidden_RF * weights_R.unsqueeze(1).to(hidden_RF.dtype)
+        return _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[return-value]

@@ -1,0 +1,58 @@
+"""The MoE layer: route, dispatch, experts, combine. The only place where the four meet.
+
+    x_SBD -> gate -> Choice -> Routing -> dispatch (all-to-all over ep) -> rows_RD -> experts -> combine -> y_SBD
+        \\--> shared expert (every token) ---------------------------------------------------------------> +
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron_moe.config.schema import MoEConfig, ModelConfig
+from megatron_moe.moe.dispatchers import build_dispatcher
+from megatron_moe.moe.experts import Experts
+from megatron_moe.moe.gate import Gate
+from megatron_moe.moe.losses import attach_loss
+from megatron_moe.moe.routing import can_drop, flatten
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.tokens import TokenBatch
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+
+
+class MoELayer(nn.Module):
+    """Routed experts in place of a feed-forward layer. Tokens without an expert get zero: the residual carries them.
+
+    Args:
+        shared_expert: module for the experts that see every token, or None; built by the model, which owns dense
+            feed-forward layers.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        moe: MoEConfig,
+        layer_id: int,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        output_std: float,
+        shared_expert: nn.Module | None = None,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        assert moe.num_experts is not None
+        self.config = moe
+        self.gate = Gate(model, moe, layer_id, ctx, dtype)
+        self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
+        self.shared_expert = shared_expert
+        self.dispatcher = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, ctx)
+
+    def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+        """x [S', B, D], the normalised rows of the residual stream -> y [S', B, D], without the residual."""
+        choice, loss = self.gate(x_SBD, tokens)
+        has_holes = can_drop(self.gate.router, self.config, tokens.padding_SB is not None, tokens.step.training)
+        dispatched = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
+        rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
+        y_SBD = self.dispatcher.combine(rows_RD, dispatched).view(x_SBD.shape)
+        if self.shared_expert is not None:
+            y_SBD = y_SBD + self.shared_expert(x_SBD)
+        return y_SBD if loss is None else attach_loss(y_SBD, loss)

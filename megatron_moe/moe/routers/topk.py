@@ -1,0 +1,135 @@
+"""Top-k: every token takes the K experts it scores highest, weighed and limited in all published ways.
+
+::
+
+    logits --score--> s --(+ bias)--> [limit to M groups] --> K best ids
+                      |                                          |
+                      +------------- weights of the ids <--------+      the bias never enters a weight
+
+=================  =======================================  =========================================
+flags              weight of a chosen expert                 models
+=================  =======================================  =========================================
+(default)          softmax over the K chosen logits          Mixtral (2401.04088), Megatron's default
+pre-softmax        softmax over all E logits                 Switch (K = 1), DeepSeekMoE, V2, OLMoE
+pre-softmax, norm  the same divided by the chosen's sum      Qwen3; equal to the default
+sigmoid            sigmoid divided by the chosen's sum       DeepSeek-V3 (2412.19437, eq. 12-16)
+=================  =======================================  =========================================
+
+All are multiplied by ``moe_router_topk_scaling_factor``. Normalised weights are computed from log scores,
+so that scores that underflow (sigmoid of -100) still give the right ratio.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.schema import MoEConfig
+from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice
+
+
+def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
+    """Route by the K best scores; see the module's table. Slots are ordered best first.
+
+    With ``moe_router_num_groups`` and ``moe_router_group_topk`` a token is limited to M groups of experts, each
+    a contiguous block. Softmax scores rank groups by their best expert (DeepSeek-V2, 2405.04434, section
+    2.2.2); sigmoid scores by the sum of the best two, bias included (DeepSeek-V3, section 2.1.2, where K/M = 2).
+    """
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    log_scores_GTE = log_scores(inputs.logits_GTE, config)
+    # Selection keys: logits order softmax scores without their rounding, but a bias adds to probabilities.
+    if inputs.bias_E is not None:
+        keys_GTE = log_scores_GTE.detach().exp() + inputs.bias_E
+    elif sigmoid and config.moe_router_num_groups is not None:
+        keys_GTE = log_scores_GTE.detach().exp()
+    else:
+        keys_GTE = inputs.logits_GTE.detach()
+    ids_GTK = best_ids(limit_groups(keys_GTE, config), config.moe_router_topk)
+    plain_ids_GTK = None
+    limited = inputs.bias_E is not None or config.moe_router_num_groups is not None
+    if limited and "seq_aux_loss" in config.moe_router_load_balancing_type:
+        plain_ids_GTK = best_ids(inputs.logits_GTE, config.moe_router_topk)
+    weights_GTK = combine_weights(log_scores_GTE, ids_GTK, config)
+    scores_GTE = torch.softmax(log_scores_GTE, dim=-1)
+    return make_choice(ids_GTK, weights_GTK, scores_GTE, inputs.valid_GT, plain_ids_GTK=plain_ids_GTK)
+
+
+def log_scores(logits_GTE: Tensor, config: MoEConfig) -> Tensor:
+    """Logarithm of the scores: log softmax, or log sigmoid."""
+    if config.moe_router_score_function == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits_GTE)
+    return torch.log_softmax(logits_GTE, dim=-1)
+
+
+def combine_weights(log_scores_GTE: Tensor, ids_GTK: Tensor, config: MoEConfig) -> Tensor:
+    """Weights of the chosen experts, by the convention that the flags name."""
+    chosen_GTK = log_scores_GTE.gather(-1, ids_GTK)
+    raw = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
+    if raw and not config.moe_router_norm_topk:
+        weights_GTK = chosen_GTK.exp()
+    else:
+        # s_i / sum s = softmax(log s): the form that survives underflow.
+        weights_GTK = torch.softmax(chosen_GTK, dim=-1)
+    return weights_GTK * config.moe_router_topk_scaling_factor
+
+
+def limit_groups(keys_GTE: Tensor, config: MoEConfig) -> Tensor:
+    """Keys with -inf outside each token's M best groups; lower group index wins ties.
+
+    -inf and not 0, because biased keys may be negative.
+    """
+    num_groups, keep = config.moe_router_num_groups, config.moe_router_group_topk
+    if num_groups is None or keep is None:
+        return keys_GTE
+    members = keys_GTE.unflatten(-1, (num_groups, -1))
+    counted = config.moe_router_group_score_topk
+    if counted is None:
+        counted = 2 if config.moe_router_score_function == "sigmoid" else 1
+    group_scores = members.topk(min(counted, members.shape[-1]), dim=-1).values.sum(dim=-1)
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+        -1, best_ids(group_scores, keep), True
+    )
+    return members.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def topk_checks(config: MoEConfig) -> Iterable[str]:
+    """Sentences about a top-k that cannot be, or that would not learn."""
+    yield from group_checks(config)
+    normalised = (
+        not config.moe_router_pre_softmax
+        or config.moe_router_norm_topk
+        or config.moe_router_score_function == "sigmoid"
+    )
+    if config.moe_router_topk == 1 and normalised and config.num_experts != 1:
+        yield (
+            "--moe-router-topk 1 with normalised weights gives every token weight 1 and the router no "
+            "gradient: add --moe-router-pre-softmax with softmax scores, or use --moe-router switch."
+        )
+
+
+def group_checks(config: MoEConfig) -> Iterable[str]:
+    """Sentences about groups of experts that do not fit."""
+    experts, topk_ = config.num_experts or 0, config.moe_router_topk
+    groups, keep = config.moe_router_num_groups, config.moe_router_group_topk
+    if (groups is None) != (keep is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk go together: give both or neither."
+        return
+    if groups is None or keep is None:
+        return
+    if groups < 1 or experts % groups:
+        divisors = [g for g in range(1, experts + 1) if experts % g == 0]
+        yield (
+            f"--num-experts {experts} does not divide into --moe-router-num-groups {groups} equal groups: "
+            f"choose one of {', '.join(map(str, divisors))}."
+        )
+        return
+    if not 1 <= keep <= groups:
+        yield f"--moe-router-group-topk {keep} must be from 1 to --moe-router-num-groups {groups}."
+    elif config.moe_router_group_score_topk is not None and config.moe_router_group_score_topk < 1:
+        yield f"--moe-router-group-score-topk {config.moe_router_group_score_topk} must be positive."
+    elif keep * (experts // groups) < topk_:
+        yield (
+            f"--moe-router-group-topk {keep} leaves {keep * (experts // groups)} experts to a token, fewer "
+            f"than --moe-router-topk {topk_}: allow at least {math.ceil(topk_ * groups / experts)} groups."
+        )

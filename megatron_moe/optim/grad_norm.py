@@ -1,0 +1,36 @@
+"""Global gradient norm and clipping: every logical element counted once, whatever its replication.
+
+Each rank adds the squares of what its optimizer owns, divided by the number of ranks that own the same; the sum over
+the world is the squared norm of the logical gradient. There is no second rule for experts, norms or tensor parallel.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.gradients import Piece
+
+
+def squared_sums(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """[] float64: this rank's share of the squared norm."""
+    counted = [p for p in pieces if not p.parameter.spec.copy]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm([p.grad for p in counted])).double()
+    replicas = torch.tensor([p.replicas for p in counted], dtype=torch.float64, device=device)
+    return (norms.square() / replicas).sum()
+
+
+def gradient_norm(pieces: Sequence[Piece], ctx: ParallelContext) -> float:
+    """L2 norm of the whole model's gradient, the same on every rank."""
+    return float(collectives.sum_(squared_sums(pieces, ctx.device), ctx.world).sqrt())
+
+
+def clip(pieces: Sequence[Piece], norm: float, max_norm: float) -> None:
+    """Scale all gradients so that the global norm is at most ``max_norm`` (Megatron's coefficient, 1e-6 in the divisor)."""
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1.0:
+        torch._foreach_mul_([p.grad for p in pieces], coefficient)

@@ -1,0 +1,205 @@
+"""Every collective of the model, as a change of layout: ``before -> after`` forward, and its mirror backward.
+
+    function          forward                          backward (of the gradient)
+    ---------------   ------------------------------   ----------------------------------
+    all_gather        shard(0)    -> replicated        partial sums -> shard(0)
+    reduce_scatter    partial sum -> shard(0)          shard(0)     -> replicated
+    all_reduce        partial sum -> replicated        replicated   -> replicated
+    replicate         replicated  -> replicated        partial sums -> replicated
+    all_to_all        rows by sender -> by receiver    the same, reversed
+    all_gather_rows   uneven shard(0) -> replicated    partial sums -> uneven shard(0)
+    reduce_scatter_rows  the mirror of all_gather_rows
+
+Only sums are used: means are scaled by their caller, where the divisor is visible. On an axis of size 1 each is the
+identity. ``sent_bytes`` are those of ring algorithms: (n-1)/n of the whole tensor for a gather or scatter.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from megatron_moe.parallel.context import Axis
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --- without autograd: for statistics, gradients and metadata --------------------------------------------------
+
+
+def sum_(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis, in place: partial sum -> replicated. No gradient."""
+    if axis.size > 1:
+        axis.traffic.add(axis.name, "all_reduce", 2 * (axis.size - 1) * _bytes(tensor) // axis.size)
+        dist.all_reduce(tensor, group=axis.group)
+    return tensor
+
+
+def max_(tensor: Tensor, axis: Axis) -> Tensor:
+    """Maximum over the axis, in place. No gradient."""
+    if axis.size > 1:
+        axis.traffic.add(axis.name, "all_reduce", 2 * (axis.size - 1) * _bytes(tensor) // axis.size)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+    return tensor
+
+
+def gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] on each rank -> [n * size, ...], in rank order. No gradient."""
+    if axis.size == 1:
+        return tensor
+    axis.traffic.add(axis.name, "all_gather", (axis.size - 1) * _bytes(tensor))
+    whole = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
+    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=axis.group)
+    return whole
+
+
+def scatter_sum_dim0(tensor: Tensor, axis: Axis) -> Tensor:
+    """[n * size, ...] partial sums -> [n, ...], this rank's share of the sum. No gradient."""
+    if axis.size == 1:
+        return tensor
+    axis.traffic.add(axis.name, "reduce_scatter", (axis.size - 1) * _bytes(tensor) // axis.size)
+    share = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
+    dist.reduce_scatter_tensor(share, tensor.contiguous(), group=axis.group)
+    return share
+
+
+def exchange_rows(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """Rows [sum(send), ...] cut by receiver -> rows [sum(receive), ...] ordered by sender. No gradient."""
+    if axis.size == 1:
+        return rows
+    row_bytes = _bytes(rows) // max(rows.shape[0], 1)
+    axis.traffic.add(axis.name, "all_to_all", (sum(send) - send[axis.rank]) * row_bytes)
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=axis.group)
+    return received
+
+
+# --- with autograd: changes of layout inside the model ---------------------------------------------------------
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return gather_dim0(x, axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return scatter_sum_dim0(grad, ctx.axis), None  # type: ignore[attr-defined]
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return scatter_sum_dim0(x, axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gather_dim0(grad, ctx.axis), None  # type: ignore[attr-defined]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        return sum_(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return sum_(grad.clone(), ctx.axis), None  # type: ignore[attr-defined]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+        ctx.splits = (send, receive, axis)  # type: ignore[attr-defined]
+        return exchange_rows(rows, send, receive, axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        send, receive, axis = ctx.splits  # type: ignore[attr-defined]
+        return exchange_rows(grad, receive, send, axis), None, None, None
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+        ctx.layout = (counts, axis)  # type: ignore[attr-defined]
+        return _gather_rows(rows, counts, axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        counts, axis = ctx.layout  # type: ignore[attr-defined]
+        return _scatter_sum_rows(grad, counts, axis), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+        ctx.layout = (counts, axis)  # type: ignore[attr-defined]
+        return _scatter_sum_rows(rows, counts, axis)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        counts, axis = ctx.layout  # type: ignore[attr-defined]
+        return _gather_rows(grad, counts, axis), None, None
+
+
+def _gather_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """Uneven all-gather; gloo has none, so it is an all-to-all in which everybody gets the same rows."""
+    copies = rows.repeat((axis.size, *([1] * (rows.dim() - 1))))
+    return exchange_rows(copies, [counts[axis.rank]] * axis.size, counts, axis)
+
+
+def _scatter_sum_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """Uneven reduce-scatter: every rank receives its rows from all peers and adds them in rank order."""
+    received = exchange_rows(rows, counts, [counts[axis.rank]] * axis.size, axis)
+    return received.view(axis.size, counts[axis.rank], *rows.shape[1:]).sum(0)
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] shard of dim 0 -> [n * size, ...] replicated; the gradient is summed and scattered."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis)  # type: ignore[return-value]
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[n * size, ...] partial sums -> [n, ...] shard of the sum; the gradient is gathered."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis)  # type: ignore[return-value]
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Partial sums -> replicated sum; the gradient, replicated already, passes."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)  # type: ignore[return-value]
+
+
+def replicate(x: Tensor, axis: Axis) -> Tensor:
+    """Replicated -> replicated, at the door of computation that differs per rank: the gradient is summed."""
+    return x if axis.size == 1 else _Replicate.apply(x, axis)  # type: ignore[return-value]
+
+
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """Rows cut by receiver (``send`` per peer) -> rows ordered by sender (``receive`` per peer)."""
+    return rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)  # type: ignore[return-value]
+
+
+def all_gather_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """[counts[rank], ...] -> [sum(counts), ...] replicated, in rank order; the gradient is summed and scattered."""
+    return rows if axis.size == 1 else _AllGatherRows.apply(rows, counts, axis)  # type: ignore[return-value]
+
+
+def reduce_scatter_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
+    """[sum(counts), ...] partial sums -> [counts[rank], ...] of the sum; the gradient is gathered."""
+    return rows if axis.size == 1 else _ReduceScatterRows.apply(rows, counts, axis)  # type: ignore[return-value]

@@ -1,0 +1,134 @@
+"""Linear layers cut over the tensor-parallel axis. A linear's name says how it is cut.
+
+                       weight       input                    output
+    ColumnParallel     rows / tp    replicated | S / tp      columns / tp
+    RowParallel        cols / tp    columns / tp             replicated | S / tp
+
+With sequence parallelism the activations outside are cut along the sequence (dim 0), and the pair of collectives is
+all-gather at the column layer, reduce-scatter at the row layer (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue, accumulate
+
+
+class _DeferrableLinear(torch.autograd.Function):
+    """A linear whose backward computes the input's gradient and may leave the weight's in the queue."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: ShardedParameter, queue: WeightGradientQueue) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.queue = weight, queue  # type: ignore[attr-defined]
+        return F.linear(x, weight.flatten(0, -2))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        parameter: ShardedParameter = ctx.parameter  # type: ignore[attr-defined]
+        queue: WeightGradientQueue = ctx.queue  # type: ignore[attr-defined]
+        grad_x = grad.matmul(weight.flatten(0, -2)) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
+
+        def weight_gradient() -> Tensor:
+            return grad.flatten(0, -2).T.matmul(x.flatten(0, -2)).view(parameter.shape)
+
+        if queue.deferring:
+            queue.push(lambda: accumulate(parameter, weight_gradient()))
+            return grad_x, None, None
+        return grad_x, weight_gradient(), None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradientQueue | None) -> Tensor:
+    """``x @ W.T + bias`` with all dims of the weight but the last flattened into rows.
+
+    With a queue, the schedule may defer the weight's gradient.
+    """
+    if queue is None:
+        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    y: Tensor = _DeferrableLinear.apply(x, weight, queue)  # type: ignore[assignment]
+    return y if bias is None else y + bias.flatten()
+
+
+class ColumnParallelLinear(nn.Module):
+    """[S', B, D] -> [S, B, out / tp]: gathers the sequence if it is cut, multiplies by this rank's rows of the weight.
+
+    Args:
+        shape: logical shape of the weight; the last dim is the input's, the others are flattened into the output's.
+        cut: dim of ``shape`` that tp cuts; None keeps the weight whole on every rank, where each uses some of its rows
+            (key-value heads fewer than tp), so that its gradient is partial over tp.
+        bias: add a bias, cut like the rows.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        cut: int | None = 0,
+        bias: bool = False,
+        initial: Initial = Initial(),
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.queue = queue
+        spec = ShardSpec(shape, shards=() if cut is None else (("tp", cut),), partial_tp=cut is None, initial=initial)
+        self.weight = empty_parameter(spec, ctx, dtype)
+        bias_spec = ShardSpec(
+            shape[:-1], shards=spec.shards, partial_tp=spec.partial_tp, initial=Initial("constant", 0.0), decay=False
+        )
+        self.bias = empty_parameter(bias_spec, ctx, dtype) if bias else None
+
+    def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
+        """x [S, B, D], gathered already (several column layers share one gather) -> [S, B, rows of this rank]."""
+        if rows is None:
+            return linear(x, self.weight, self.bias, self.queue)
+        # A part of a whole weight is no leaf: its gradient is not deferred.
+        return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows], None)
+
+
+class RowParallelLinear(nn.Module):
+    """[S, B, in / tp] -> [S', B, D]: multiplies by this rank's columns and sums over tp (scattering the sequence)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        sequence_parallel: bool,
+        bias: bool = False,
+        initial: Initial = Initial(),
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis, self.sequence_parallel, self.queue = ctx.tp, sequence_parallel, queue
+        spec = ShardSpec((out_features, in_features), shards=(("tp", 1),), initial=initial)
+        self.weight = empty_parameter(spec, ctx, dtype)
+        # The bias is added after the sum: once per token. Its gradient covers the tokens of this rank.
+        bias_spec = ShardSpec(
+            (out_features,), partial_tp=sequence_parallel, initial=Initial("constant", 0.0), decay=False
+        )
+        self.bias = empty_parameter(bias_spec, ctx, dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [S, B, in / tp] -> [S', B, out]."""
+        y = leave_tp(linear(x, self.weight, None, self.queue), self.axis, self.sequence_parallel)
+        return y if self.bias is None else y + self.bias
+
+
+def enter_tp(x: Tensor, ctx: ParallelContext, sequence_parallel: bool) -> Tensor:
+    """At the door of tensor-parallel computation: S / tp -> S (sequence parallel), or replicated -> replicated."""
+    return collectives.all_gather(x, ctx.tp) if sequence_parallel else collectives.replicate(x, ctx.tp)
+
+
+def leave_tp(y: Tensor, axis: collectives.Axis, sequence_parallel: bool) -> Tensor:
+    """Behind tensor-parallel computation: partial sums -> S / tp (sequence parallel), or -> replicated."""
+    return collectives.reduce_scatter(y, axis) if sequence_parallel else collectives.all_reduce(y, axis)

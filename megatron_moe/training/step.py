@@ -1,0 +1,144 @@
+"""One optimizer step: count tokens, run the schedule, sum gradients, clip, update, balance.
+
+The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so no layout and no number of
+micro-batches can weigh a token differently. There is no other factor.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_moe.data.batch import Batch
+from megatron_moe.moe.bias import update_bias
+from megatron_moe.optim.grad_norm import clip, gradient_norm
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
+from megatron_moe.training.build import Machine
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient norm is NaN or infinite; the weights are untouched."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+
+
+def token_batches(
+    batches: Sequence[Batch], machine: Machine, iteration: int, *, training: bool
+) -> list[TokenBatch]:
+    """Micro-batches for the model, with the token counts of the global batch."""
+    loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
+    routed_tokens = sum(float((~batch.padding_mask).sum()) for batch in batches)
+    counts = torch.tensor([loss_tokens, routed_tokens], dtype=torch.float64, device=machine.ctx.device)
+    num_loss, num_routed = collectives.sum_(counts, machine.ctx.dp).tolist()
+    step = StepInfo(machine.config.training.seed, iteration, training, max(num_loss, 1.0), max(num_routed, 1.0))
+    attend_within = machine.config.data.reset_attention_mask
+    return [_token_batch(b, i, machine.layout, step, attend_within) for i, b in enumerate(batches)]
+
+
+def _token_batch(
+    batch: Batch, microbatch: int, layout: SequenceLayout, step: StepInfo, attend_within: bool
+) -> TokenBatch:
+    has_padding = bool(batch.padding_mask.any())  # still on the host: no wait for the device
+    batch = batch.to(layout.ctx.device)
+    return TokenBatch(
+        ids_SB=batch.tokens.T,
+        labels_SB=batch.labels.T,
+        loss_mask_SB=batch.loss_mask.T,
+        positions_SB=batch.position_ids.T,
+        documents_SB=batch.document_ids.T if attend_within else None,
+        padding_SB=batch.padding_mask.T if has_padding else None,
+        sample_ids_B=batch.sample_ids,
+        microbatch=microbatch,
+        layout=layout,
+        step=step,
+    )
+
+
+def total_loss(loss: Tensor, machine: Machine) -> float:
+    """This rank's part of the loss (zero away from the last stage) -> the loss of the global batch, on every rank."""
+    ctx = machine.ctx
+    return float(collectives.sum_(collectives.sum_(loss, ctx.dp_cp), ctx.pp))
+
+
+def train_step(machine: Machine, batches: Sequence[Batch], iteration: int, learning_rate: float) -> StepResult:
+    """Forward, backward and update for one global batch.
+
+    Args:
+        batches: this data rank's micro-batches, the same on all ranks that share it.
+        iteration: number of the step, from 1; keys the random numbers.
+        learning_rate: of this step.
+
+    Raises:
+        NonFiniteError: on every rank alike, before any weight changes.
+    """
+    tokens = token_batches(batches, machine, iteration, training=True)
+    for stage in machine.stages.values():
+        stage.module.train()
+        stage.reducer.zero()
+    for gate in machine.gates.values():
+        gate.statistics.clear()
+    loss_part = machine.runtime.run(machine.schedule(len(tokens), training=True), tokens)
+    for stage in machine.stages.values():
+        stage.reducer.sum_copies()
+    loss, norm = total_loss(loss_part, machine), gradient_norm(machine.pieces, machine.ctx)
+    if machine.config.training.check_for_nan_in_loss_and_grad:
+        _check_finite(loss, norm, machine, iteration, tokens)
+    if machine.config.optim.clip_grad > 0:
+        clip(machine.pieces, norm, machine.config.optim.clip_grad)
+    machine.optimizer.step(learning_rate)
+    for stage in machine.stages.values():
+        stage.reducer.gather_weights()
+    balance_by_bias(machine)
+    return StepResult(loss, norm)
+
+
+def _check_finite(
+    loss: float, norm: float, machine: Machine, iteration: int, tokens: Sequence[TokenBatch]
+) -> None:
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    bad_layers = {
+        layer: int(sum(int(s.num_nonfinite) for s in gate.statistics.values()))
+        for layer, gate in machine.gates.items()
+    }
+    routers = ", ".join(f"layer {layer}: {count}" for layer, count in bad_layers.items() if count) or "none here"
+    samples = sorted(int(i) for batch in tokens for i in batch.sample_ids_B)
+    raise NonFiniteError(
+        f"iteration {iteration}: loss {loss}, gradient norm {norm}; the weights were not touched. {machine.ctx.describe()} "
+        f"had samples {samples[0]}..{samples[-1]}; router scores that are not finite: {routers}. Lower --lr, check the "
+        f"data, or set --no-check-for-nan-in-loss-and-grad to go on."
+    )
+
+
+@torch.no_grad()
+def balance_by_bias(machine: Machine) -> None:
+    """Auxiliary-loss-free balancing: once per step, from integer counts over the global batch, the same on every rank."""
+    gates = [gate for gate in machine.gates.values() if gate.bias_E is not None]
+    if not gates:
+        return
+    counts_LE = torch.stack([torch.stack([s.routing.chosen_E for s in g.statistics.values()]).sum(0) for g in gates])
+    counts_LE = collectives.sum_(counts_LE, machine.ctx.stage)
+    rate = machine.config.moe.moe_router_bias_update_rate
+    for gate, counts_E in zip(gates, counts_LE, strict=True):
+        assert gate.bias_E is not None
+        gate.bias_E.copy_(update_bias(gate.bias_E, counts_E, rate))
+
+
+@torch.no_grad()
+def evaluate_batch(machine: Machine, batches: Sequence[Batch], iteration: int) -> tuple[float, float]:
+    """Loss of one global batch without training: (sum over tokens of the loss, number of tokens)."""
+    tokens = token_batches(batches, machine, iteration, training=False)
+    for stage in machine.stages.values():
+        stage.module.eval()
+    loss_part = machine.runtime.run(machine.schedule(len(tokens), training=False), tokens)
+    num_tokens = tokens[0].step.num_loss_tokens
+    return total_loss(loss_part, machine) * num_tokens, num_tokens
