@@ -115,9 +115,10 @@ def compare(saved: Mapping[str, Any], current: Config) -> Differences:
     then = from_dict(_still_known(saved))
     found = {Agreement.MUST: [], Agreement.WARN: [], Agreement.FREE: []}
     for name in settings():
-        effective = _EFFECTIVE.get(name, lambda config, name=name: value_of(config, name))
-        if effective(then) != effective(current):
-            found[agreement(name)].append(Difference(name, value_of(then, name), value_of(current, name)))
+        before, now = value_of(then, name), value_of(current, name)
+        effective = _EFFECTIVE.get(name)
+        if before != now and (effective is None or effective(then) != effective(current)):
+            found[agreement(name)].append(Difference(name, before, now))
     must, warn = found[Agreement.MUST], found[Agreement.WARN]
     if current.checkpoint.finetune:
         must, warn = [], must + warn

@@ -40,7 +40,7 @@ def scalar(value: Any) -> str:
     value = list(value) if isinstance(value, tuple) else value
     options: dict[str, Any] = {"width": float("inf"), "allow_unicode": True, "default_flow_style": True}
     text = _one_document(yaml.safe_dump(value, **options))
-    if "\n" in text:  # only text that holds a line break; escapes keep it on one line
+    if not text.isprintable():  # line breaks and the like: escapes keep them, and keep them on one line
         text = _one_document(yaml.safe_dump(value, default_style='"', **options))
     return text
 

@@ -102,12 +102,14 @@ class MoEConfig:
         False, "With --moe-router-pre-softmax: divide the chosen weights by their sum (Qwen3's norm_topk_prob)."
     )
     moe_router_topk_scaling_factor: float = flag(1.0, "Factor on the final weights (DeepSeek's routed scaling).")
-    moe_router_num_groups: int | None = flag(None, "Groups of experts for device- or node-limited routing.")
-    moe_router_group_topk: int | None = flag(None, "Groups a token may use. Goes with --moe-router-num-groups.")
+    moe_router_num_groups: int | None = flag(
+        None, "Groups of experts (devices, nodes): for limited routing, and for device-level losses and capacity."
+    )
+    moe_router_group_topk: int | None = flag(None, "Groups a token may use. Needs --moe-router-num-groups.")
     moe_router_group_score_topk: int | None = flag(
         None,
-        "A group is ranked by the sum of its so many best scores. Default: 1 with softmax (DeepSeek-V2), 2 with "
-        "sigmoid (DeepSeek-V3's published code; its paper and Megatron say K / groups per token, which is 2 there).",
+        "A group is ranked by the sum of its so many best scores. Default: 1 with softmax (DeepSeek-V2), 2 "
+        "with sigmoid (DeepSeek-V3's code; its paper and Megatron say K / groups of a token, which is 2 there).",
     )
     moe_router_enable_expert_bias: bool = flag(
         False, "Auxiliary-loss-free balancing: a bias per expert, used for the choice only (DeepSeek-V3)."
@@ -149,27 +151,27 @@ class MoEConfig:
     )
     moe_gshard_normalize: str = flag(
         "before",
-        "When GShard's pair of weights is divided by its sum: before slots run out, so that a token left with one "
-        "expert weighs less than 1 (the paper), or after, over the experts it kept (DeepSpeed).",
+        "When GShard's pair of weights is divided by its sum: before slots run out, so that the weights of a "
+        "token left with one expert sum to less than 1 (the paper), or after, over those it kept (DeepSpeed).",
         choices=("before", "after"),
     )
     moe_device_capacity_factor: float | None = flag(
         None,
-        "DeepSeek-V2's device-level dropping in training: copies per group of experts = floor(factor * K * tokens / "
-        "groups), the lowest weights go. A group is one of --moe-router-num-groups. Default: none.",
+        "DeepSeek-V2's device-level dropping in training: each of the --moe-router-num-groups groups of "
+        "experts keeps floor(factor * K * tokens / groups) copies, the lowest weights go. Default: none.",
     )
     moe_device_capacity_protected: float = flag(
-        0.1, "Share of the token groups that device-level dropping spares (DeepSeek-V2: about 10% of sequences)."
+        0.1, "Share of the token groups that device-level dropping spares (DeepSeek-V2: 10% of sequences)."
     )
     moe_allow_acausal_routing: bool = flag(
         False,
-        "Let a routing method that looks at later tokens (expert_choice) train a causal language model. The loss is "
-        "then not that of a model that could generate.",
+        "Let a routing method that looks at later tokens (expert_choice) train a causal language model. The "
+        "loss is then not that of a model that could generate.",
     )
     moe_hash_table: str | None = flag(
         None,
-        "Hash routing: .npy file with the experts of each token id, shape [V] or [V, K]. Default: a fixed hash of "
-        "the id.",
+        "Hash routing: .npy file with the experts of each token id, shape [V] or [V, K]. Default: a fixed "
+        "hash of the id.",
     )
     moe_router_force_skew: float = flag(
         2.0, "Router force_skewed: load of expert 0 over the mean load, from 1 to E/K."

@@ -66,6 +66,8 @@ def _means_nothing(setting: Setting, value: Any) -> bool:
     """Whether a value sets an optional setting to None, or a list to the empty one."""
     if not (setting.optional or setting.many):
         return False
+    if setting.many and setting.registry is not None:
+        return value is None  # a registry may offer "none" as a name
     return value is None or (isinstance(value, str) and value.lower() in _NOTHING)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
-from megatron_moe.moe.capacity import apply_capacity, group_slots
+from megatron_moe.moe.capacity import decide, needs_whole_groups
 from megatron_moe.moe.losses import BALANCE_LOSSES, BalanceLoss, BalanceStats, balance_loss, by_device, z_loss_sum
 from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs, RoutingSums, check_finite, multi_hot, routing_sums
@@ -67,7 +67,7 @@ class Gate(nn.Module):
         """
         logits_SBE = F.linear(self._input(x_SBD, tokens), self.weight)
         training = tokens.step.training
-        if self._needs_groups(training):
+        if needs_whole_groups(self.router, self.config, training):
             choice = self._decide_in_groups(logits_SBE, tokens)
         else:
             logits_1TE = logits_SBE.flatten(0, 1).unsqueeze(0)
@@ -98,10 +98,6 @@ class Gate(nn.Module):
         uniform_SBD = tokens.uniform(index_SB, self.layer_id, "jitter", x_SBD.shape[-1], self.dtype)
         return x_SBD * (1 - eps + 2 * eps * uniform_SBD)
 
-    def _needs_groups(self, training: bool) -> bool:
-        limited = group_slots(1, self.config, training) is not None
-        return self.router.scope == "group" or limited or self.config.moe_device_capacity_factor is not None
-
     def _decide(self, logits_GTE: Tensor, tokens: TokenBatch, arrange: Callable[[Tensor], Tensor]) -> Choice:
         """The pure decision, then the capacity. ``arrange`` brings a whole-sequence tensor [S, B] to [G, T]."""
         training = tokens.step.training
@@ -118,11 +114,7 @@ class Gate(nn.Module):
             uniform=uniform,
             training=training,
         )
-        choice = self.router.route(inputs, self.config)
-        slots = group_slots(logits_GTE.shape[1], self.config, training)
-        if slots is not None and not self.router.own_capacity:
-            choice = apply_capacity(choice, slots, self.config.moe_token_drop_policy, uniform)
-        return choice
+        return decide(self.router, inputs, self.config)
 
     def _decide_in_groups(self, logits_SBE: Tensor, tokens: TokenBatch) -> Choice:
         """Gather the logits of whole groups in logical order, decide, and keep this rank's tokens."""

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import MoEConfig, ModelConfig
+from megatron_moe.moe.capacity import slots_may_be_empty
 from megatron_moe.moe.dispatchers import build_dispatcher
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.gate import Gate
 from megatron_moe.moe.losses import attach_loss
-from megatron_moe.moe.routing import can_drop, flatten
+from megatron_moe.moe.routing import flatten
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
@@ -49,7 +50,8 @@ class MoELayer(nn.Module):
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D], the normalised rows of the residual stream -> y [S', B, D], without the residual."""
         choice, loss = self.gate(x_SBD, tokens)
-        has_holes = can_drop(self.gate.router, self.config, tokens.padding_SB is not None, tokens.step.training)
+        has_padding, training = tokens.padding_SB is not None, tokens.step.training
+        has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
         dispatched = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
         rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
         y_SBD = self.dispatcher.combine(rows_RD, dispatched).view(x_SBD.shape)

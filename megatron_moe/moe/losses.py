@@ -210,5 +210,7 @@ def loss_checks(config: MoEConfig) -> Iterable[str]:
             yield f"--moe-aux-loss-coeff 0 for {name} balances nothing: drop the loss, or name 'none'."
         if name in ("deepseek_device", "deepseek_comm") and config.moe_router_num_groups is None:
             yield f"Balance loss {name} needs --moe-router-num-groups: a group of experts is a device."
+        elif name == "deepseek_comm" and config.moe_router_group_topk is None:
+            yield "Balance loss deepseek_comm needs --moe-router-group-topk: the devices a token may use."
     if config.moe_z_loss_coeff is not None and config.moe_z_loss_coeff == 0:
         yield "--moe-z-loss-coeff 0 does nothing: leave the flag out."

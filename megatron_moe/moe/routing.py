@@ -95,6 +95,8 @@ class RouterSpec:
         own_capacity: the method counts slots itself; the layer must not apply a capacity afterwards.
         leaves_holes: slots may be empty although no capacity is set.
         logits_per_expert: the router's projection has so many outputs per expert.
+        options: configuration fields that only some methods read, and this one does. To set one that the
+            chosen method does not read is an error, not silence.
         checks: sentences about what is wrong with a configuration, for the launcher to show.
     """
 
@@ -103,6 +105,7 @@ class RouterSpec:
     own_capacity: bool = False
     leaves_holes: bool = False
     logits_per_expert: int = 1
+    options: tuple[str, ...] = ()
     checks: Callable[[MoEConfig], Iterable[str]] = no_checks
 
 

@@ -21,6 +21,10 @@ from torch.autograd.function import FunctionCtx
 
 from megatron_moe.parallel.context import Axis
 
+# torch 2.13 renamed these two; 2.11 has the old names alone.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
@@ -51,7 +55,7 @@ def gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     axis.traffic.add(axis.name, "all_gather", (axis.size - 1) * _bytes(tensor))
     whole = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=axis.group)
+    _all_gather_single(whole, tensor.contiguous(), group=axis.group)
     return whole
 
 
@@ -61,7 +65,7 @@ def scatter_sum_dim0(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     axis.traffic.add(axis.name, "reduce_scatter", (axis.size - 1) * _bytes(tensor) // axis.size)
     share = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(share, tensor.contiguous(), group=axis.group)
+    _reduce_scatter_single(share, tensor.contiguous(), group=axis.group)
     return share
 
 

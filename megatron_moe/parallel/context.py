@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_moe.parallel.layout import GROUP_AXES, MeshSizes, coordinates, peers
+from megatron_moe.parallel.layout import GROUP_AXES, MeshSizes, coordinates, ends, peers
 
 
 @dataclass
@@ -91,16 +91,11 @@ class ParallelContext:
         groups = {} if groups is None else groups
         traffic = Traffic()
         axes = {}
-        for name in GROUP_AXES:
-            ranks = peers(rank, name, sizes)
+        members = {name: peers(rank, name, sizes) for name in GROUP_AXES} | {"ends": ends(rank, sizes)}
+        for name, ranks in members.items():
             if len(ranks) > 1 and ranks not in groups:
                 groups[ranks] = _new_group(ranks, timeout)
             axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, groups.get(ranks), traffic)
-        column = axes["pp"].ranks
-        ends = tuple(dict.fromkeys((column[0], column[-1]))) if rank in (column[0], column[-1]) else (rank,)
-        if len(ends) > 1 and ends not in groups:
-            groups[ends] = _new_group(ends, timeout)
-        axes["ends"] = Axis("ends", len(ends), ends.index(rank), ends, groups.get(ends), traffic)
         return ParallelContext(sizes=sizes, rank=rank, device=torch.device(device), traffic=traffic, **axes)
 
     @staticmethod
@@ -119,7 +114,11 @@ class ParallelContext:
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """A group made by its members alone, so that thousands of ranks need not walk through each other's groups."""
+    """A group made by its members alone, so that thousands of ranks need not walk through each other's groups.
+
+    torch names such a group by its ranks and the number of groups made before: the members must have made as many. They
+    have: every rank walks through the same kinds of groups, and ``ends``, which some ranks lack, comes last.
+    """
     group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -106,6 +106,19 @@ def peers(rank: int, group: str, sizes: MeshSizes) -> tuple[int, ...]:
     return tuple(members)
 
 
+def ends(rank: int, sizes: MeshSizes) -> tuple[int, ...]:
+    """First and last rank of this rank's pipeline, if it is one of them; else the rank alone."""
+    column = peers(rank, "pp", sizes)
+    return tuple(dict.fromkeys((column[0], column[-1]))) if rank in (column[0], column[-1]) else (rank,)
+
+
+def all_groups(sizes: MeshSizes) -> list[tuple[int, ...]]:
+    """Every group of more than one rank that a mesh needs, each once, in one order for all ranks."""
+    kinds = [[peers(rank, group, sizes) for rank in range(sizes.world)] for group in GROUP_AXES]
+    kinds.append([ends(rank, sizes) for rank in range(sizes.world)])
+    return [ranks for ranks in dict.fromkeys(ranks for kind in kinds for ranks in kind) if len(ranks) > 1]
+
+
 def describe(sizes: MeshSizes) -> str:
     """The topology as a table: one line a rank with its coordinates in both views, then each kind of group."""
     lines = [

@@ -26,11 +26,11 @@ from megatron_moe.config.schema import (
 from megatron_moe.data.batch import Batch, CollateOptions, collate
 from megatron_moe.data.sampler import micro_batches
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.layout import MeshSizes
+from megatron_moe.parallel.layout import MeshSizes, all_groups
 from megatron_moe.training.build import Machine, build_machine
 from megatron_moe.training.statistics import collect
 from megatron_moe.training.step import train_step
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import MAX_RANKS, RankPool
 
 SEQ_LENGTH, VOCAB, EOD, GLOBAL_BATCH, STEPS = 16, 67, 3, 8, 3
 TOLERANCE = 1e-9
@@ -111,6 +111,13 @@ def batches(config: Config, consumed: int, dp_rank: int, dp_size: int, padded: b
 
 _groups: dict[tuple[int, ...], Any] = {}  # process groups of this worker, kept over tests
 
+
+def make_groups(rank: int, sizes: MeshSizes) -> None:
+    """On every rank of the pool alike: make the groups of a mesh that are not there yet."""
+    for members in all_groups(sizes):
+        if members not in _groups:
+            _groups[members] = torch.distributed.new_group(list(members))
+
 Prepare = Callable[[Machine], None]
 
 
@@ -152,6 +159,7 @@ def trace(
     if world_size == 1:
         results = [run_rank(0, config, 1, padded, prepare)]
     else:
+        ranks.run(MAX_RANKS, make_groups, MeshSizes.of(config.parallel, world_size))
         results = ranks.run(world_size, run_rank, config, world_size, padded, prepare)
     for other in results[1:]:
         assert other["losses"] == results[0]["losses"], "ranks report different losses"

@@ -1,19 +1,9 @@
-"""Rules about experts that hold for every routing method; what one method demands stands beside it."""
+"""Rules that tie experts to layers, ranks and sequences; those of routing stand beside the routers."""
 
 from collections.abc import Iterator
 
 from megatron_moe.config.checks.support import divisors, multiples_near, one_of, splits_over, typed
 from megatron_moe.config.schema import Config
-
-
-def topk_needs_so_many_experts(config: Config, world_size: int) -> Iterator[str]:
-    """A token cannot choose more experts than there are."""
-    moe = config.moe
-    if moe.num_experts is not None and moe.moe_router_topk > moe.num_experts:
-        yield (
-            f"{typed(config, 'moe_router_topk')} asks for more experts than {typed(config, 'num_experts')}; "
-            f"use at most {moe.num_experts}."
-        )
 
 
 def layer_pattern_can_be_read(config: Config, world_size: int) -> Iterator[str]:
@@ -102,7 +92,6 @@ def group_is_whole(config: Config, world_size: int) -> Iterator[str]:
 
 
 RULES = (
-    topk_needs_so_many_experts,
     layer_pattern_can_be_read,
     experts_divide_over_expert_parallel,
     expert_ffn_divides_over_expert_tensor_parallel,

@@ -30,7 +30,7 @@ def expert_sizes_divide_world(config: Config, world_size: int) -> Iterator[str]:
 
 
 def sequence_divides_over_ranks(config: Config, world_size: int) -> Iterator[str]:
-    """Context parallelism gives a rank an early and a late piece of a sequence, sequence parallelism a slice."""
+    """Context parallelism gives a rank an early and a late piece, sequence parallelism a slice of them."""
     parallel = config.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     cut_by_tp = tp > 1 and (parallel.sequence_parallel or any(moe_layers(config)))

@@ -18,7 +18,7 @@ from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice
 
 
 def gshard_top2(inputs: RouterInputs, config: MoEConfig) -> Choice:
-    """Algorithm 1 of GShard (arXiv 2006.16668, section 2.2 and appendix), over whole groups.
+    """Algorithm 1 of GShard (arXiv 2006.16668, section 2.2), over whole groups.
 
     With g1 >= g2 the two largest softmax scores, divided by their sum, the second expert is used if a number
     u in [0, 1) is below 2 g2. ``moe_gshard_slot_counting``: "paper" lets a second choice lost by the coin

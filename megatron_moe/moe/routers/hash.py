@@ -78,5 +78,3 @@ def hash_checks(config: MoEConfig) -> Iterable[str]:
             "--moe-router hash learns nothing, so a balance loss cannot act: say "
             "--moe-router-load-balancing-type none."
         )
-    if config.moe_router_enable_expert_bias:
-        yield "--moe-router hash has no scores to bias: leave out --moe-router-enable-expert-bias."

@@ -5,8 +5,6 @@
     exp(logits)_TE --scale rows to 1/T, columns to 1/E, in turn--> plan_TE --top-k--> ids
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -69,9 +67,3 @@ def sinkhorn_plan(
         iterations_G += active_G1.squeeze(-1)
         active_G1 = active_G1 & (change_G1 > tolerance)
     return columns_GE.unsqueeze(1) * kernel_GTE * rows_GT.unsqueeze(-1), iterations_G
-
-
-def sinkhorn_checks(config: MoEConfig) -> Iterable[str]:
-    """Sentences about balancing twice."""
-    if config.moe_router_enable_expert_bias:
-        yield "--moe-router sinkhorn balances by itself: leave out --moe-router-enable-expert-bias."

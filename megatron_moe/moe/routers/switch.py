@@ -27,5 +27,3 @@ def switch_checks(config: MoEConfig) -> Iterable[str]:
             "--moe-router switch takes one expert per token: --moe-router-topk "
             f"{config.moe_router_topk} must be 1 (--moe-router topk takes more)."
         )
-    if config.moe_router_score_function != "softmax":
-        yield "--moe-router switch weighs by softmax: leave --moe-router-score-function at softmax."

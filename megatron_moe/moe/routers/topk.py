@@ -32,22 +32,23 @@ from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice
 def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
     """Route by the K best scores; see the module's table. Slots are ordered best first.
 
-    With ``moe_router_num_groups`` and ``moe_router_group_topk`` a token is limited to M groups of experts, each
-    a contiguous block. Softmax scores rank groups by their best expert (DeepSeek-V2, 2405.04434, section
-    2.2.2); sigmoid scores by the sum of the best two, bias included (DeepSeek-V3, section 2.1.2, where K/M = 2).
+    With ``moe_router_num_groups`` and ``moe_router_group_topk`` a token is limited to M groups of experts,
+    each a contiguous block. Softmax scores rank groups by their best expert (DeepSeek-V2, 2405.04434,
+    section 2.2.2); sigmoid scores by the sum of the best two, bias included (DeepSeek-V3, section 2.1.2,
+    where K/M = 2).
     """
     sigmoid = config.moe_router_score_function == "sigmoid"
     log_scores_GTE = log_scores(inputs.logits_GTE, config)
     # Selection keys: logits order softmax scores without their rounding, but a bias adds to probabilities.
     if inputs.bias_E is not None:
         keys_GTE = log_scores_GTE.detach().exp() + inputs.bias_E
-    elif sigmoid and config.moe_router_num_groups is not None:
+    elif sigmoid and config.moe_router_group_topk is not None:
         keys_GTE = log_scores_GTE.detach().exp()
     else:
         keys_GTE = inputs.logits_GTE.detach()
     ids_GTK = best_ids(limit_groups(keys_GTE, config), config.moe_router_topk)
     plain_ids_GTK = None
-    limited = inputs.bias_E is not None or config.moe_router_num_groups is not None
+    limited = inputs.bias_E is not None or config.moe_router_group_topk is not None
     if limited and "seq_aux_loss" in config.moe_router_load_balancing_type:
         plain_ids_GTK = best_ids(inputs.logits_GTE, config.moe_router_topk)
     weights_GTK = combine_weights(log_scores_GTE, ids_GTK, config)
@@ -94,8 +95,7 @@ def limit_groups(keys_GTE: Tensor, config: MoEConfig) -> Tensor:
 
 
 def topk_checks(config: MoEConfig) -> Iterable[str]:
-    """Sentences about a top-k that cannot be, or that would not learn."""
-    yield from group_checks(config)
+    """Sentences about a top-k whose router would not learn."""
     normalised = (
         not config.moe_router_pre_softmax
         or config.moe_router_norm_topk
@@ -105,31 +105,4 @@ def topk_checks(config: MoEConfig) -> Iterable[str]:
         yield (
             "--moe-router-topk 1 with normalised weights gives every token weight 1 and the router no "
             "gradient: add --moe-router-pre-softmax with softmax scores, or use --moe-router switch."
-        )
-
-
-def group_checks(config: MoEConfig) -> Iterable[str]:
-    """Sentences about groups of experts that do not fit."""
-    experts, topk_ = config.num_experts or 0, config.moe_router_topk
-    groups, keep = config.moe_router_num_groups, config.moe_router_group_topk
-    if (groups is None) != (keep is None):
-        yield "--moe-router-num-groups and --moe-router-group-topk go together: give both or neither."
-        return
-    if groups is None or keep is None:
-        return
-    if groups < 1 or experts % groups:
-        divisors = [g for g in range(1, experts + 1) if experts % g == 0]
-        yield (
-            f"--num-experts {experts} does not divide into --moe-router-num-groups {groups} equal groups: "
-            f"choose one of {', '.join(map(str, divisors))}."
-        )
-        return
-    if not 1 <= keep <= groups:
-        yield f"--moe-router-group-topk {keep} must be from 1 to --moe-router-num-groups {groups}."
-    elif config.moe_router_group_score_topk is not None and config.moe_router_group_score_topk < 1:
-        yield f"--moe-router-group-score-topk {config.moe_router_group_score_topk} must be positive."
-    elif keep * (experts // groups) < topk_:
-        yield (
-            f"--moe-router-group-topk {keep} leaves {keep * (experts // groups)} experts to a token, fewer "
-            f"than --moe-router-topk {topk_}: allow at least {math.ceil(topk_ * groups / experts)} groups."
         )

@@ -11,5 +11,5 @@ def registries() -> Registries:
     for setting in settings().values():
         if setting.registry is not None:
             default = setting.default if setting.many else (setting.default,)
-            names.setdefault(setting.registry, ["first_other", "second_other"]).extend(default)
+            names.setdefault(setting.registry, ["first_other", "second_other", "none"]).extend(default)
     return {registry: tuple(choices) for registry, choices in names.items()}

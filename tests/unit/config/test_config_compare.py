@@ -64,7 +64,7 @@ def test_a_default_equals_its_value_written_out() -> None:
     assert compare(to_dict(assemble({"num_experts": 4})), assemble(written)).must == ()
     written["moe_layer_freq"] = "[0,1,1,1]"
     found = compare(to_dict(assemble({"num_experts": 4})), assemble(written))
-    assert [item.name for item in found.must][0] == "moe_layer_freq"
+    assert "moe_layer_freq" in [item.name for item in found.must]
 
 
 def test_finetuning_must_agree_in_nothing() -> None:
@@ -78,6 +78,6 @@ def test_checkpoints_of_older_and_newer_versions() -> None:
     saved["moe"]["moe_no_longer_there"] = 3
     saved["no_longer_there"] = {"x": 1}
     assert compare(saved, assemble({"num_experts": 8})).must == ()
-    assert [item.name for item in compare(saved, assemble({"num_experts": 8, "moe_router_topk": 4})).must] == [
-        "moe_router_topk"
-    ]
+    assert [
+        item.name for item in compare(saved, assemble({"num_experts": 8, "moe_router_topk": 4})).must
+    ] == ["moe_router_topk"]

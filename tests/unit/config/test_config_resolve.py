@@ -36,22 +36,25 @@ def test_default_then_files_in_order_then_flags(tmp_path: Path, registries: Regi
 
 
 def test_kinds_of_flags(registries: Registries) -> None:
-    argv = "--bf16 --no-check-for-nan-in-loss-and-grad --qk-layernorm --swiglu --data-path 0.5 a 0.5 b".split()
-    argv += "--min-lr -1e-4 --num-experts 4 --num-experts none --dry-run --world-size 8".split()
-    argv += "--moe-router-load-balancing-type none --moe-aux-loss-coeff .1 1e-3".split()
-    resolved = resolve(argv, registries)
+    line = "--bf16 --no-check-for-nan-in-loss-and-grad --qk-layernorm --swiglu --data-path 0.5 a 0.5 b "
+    line += "--min-lr -1e-4 --num-experts 4 --num-experts none --dry-run --world-size 8 "
+    line += "--moe-router-load-balancing-type none --moe-aux-loss-coeff .1 1e-3"
+    resolved = resolve(line.split(), registries)
     config = resolved.config
     assert config.training.params_dtype == "bfloat16" and resolved.provenance["params_dtype"] == "--bf16"
     assert config.training.check_for_nan_in_loss_and_grad is False and config.model.qk_layernorm is True
     assert config.data.data_path == ("0.5", "a", "0.5", "b")
     assert config.optim.min_lr == -1e-4
     assert config.moe.num_experts is None
-    assert config.moe.moe_router_load_balancing_type == () and config.moe.moe_aux_loss_coeff == (0.1, 1e-3)
+    assert config.moe.moe_router_load_balancing_type == ("none",)
+    assert config.moe.moe_aux_loss_coeff == (0.1, 1e-3)
     assert resolved.actions.dry_run and resolved.actions.world_size == 8 and not resolved.actions.dump_config
 
 
 def test_yaml_values(tmp_path: Path, registries: Registries) -> None:
-    text = "bf16: true\nsplit: 010\nmoe_layer_freq: 2\nsave: null\nnum_experts: none\nlr: 1\ndata_path: [1, a]\n"
+    text = (
+        "bf16: true\nsplit: 010\nmoe_layer_freq: 2\nsave: null\nnum_experts: none\nlr: 1\ndata_path: [1, a]\n"
+    )
     text += "checkpoint:\n  # load: x\nvalid_data_path: v\ntest_data_path: none\n"
     config = resolve(["--config", write(tmp_path, "a.yaml", text)], registries).config
     assert config.training.params_dtype == "bfloat16"
@@ -63,7 +66,7 @@ def test_yaml_values(tmp_path: Path, registries: Registries) -> None:
 
 
 FILE_ERRORS = [
-    ("hiden_size: 4", "1: unknown key 'hiden_size'; did you mean hidden_size?"),
+    ("hiden_size: 4", "1: unknown key 'hiden_size'; did you mean hidden_size"),
     ("# x\n\nmodle:\n  a: 1", "3: unknown key 'modle'; did you mean model"),
     ("moe:\n  lr: 1", "2: key 'lr' belongs in section 'optim', not in 'moe'."),
     ("num_layers: four", "1: num_layers: expected an integer, got text 'four'."),
@@ -86,7 +89,10 @@ FILE_ERRORS = [
     ("activation: swigul", "did you mean swiglu?"),
     ("moe_router: second_othr", "did you mean second_other?"),
     ("moe_router_load_balancing_type: [aux_los]", "did you mean aux_loss?"),
-    ("bf16: false", "1: key 'bf16' can only be true, which means --params-dtype bfloat16; otherwise set params_dtype."),
+    (
+        "bf16: false",
+        "1: key 'bf16' can only be true, which means --params-dtype bfloat16; otherwise set params_dtype.",
+    ),
     ("dry_run: true", "1: 'dry_run' is an action, which is given on the command line only."),
     ("a: [1\nb: 2", "2: this is not YAML:"),
     ("lr: !what 3", "1: could not determine a constructor"),
@@ -140,7 +146,8 @@ def test_all_problems_at_once(tmp_path: Path, registries: Registries) -> None:
     a = write(tmp_path, "a.yaml", "lr: x\nhiden_size: 2\n")
     b = write(tmp_path, "b.yaml", "seed: []\n")
     found = problems_of(
-        ["--config", a, "--config", b, "--config", "no.yaml", "--lrr", "3", "--seed", "--min-lr", "y"], registries
+        ["--config", a, "--config", b, "--config", "no.yaml", "--lrr", "3", "--seed", "--min-lr", "y"],
+        registries,
     )
     places = [problem.split(" ")[0] for problem in found]
     assert places == [f"{a}:1:", f"{a}:2:", f"{b}:1:", "--config", "unknown", "--seed:", "--min-lr:"]
@@ -155,7 +162,9 @@ def test_parser_keeps_nothing_between_calls(registries: Registries) -> None:
     assert vars(parser.parse_args([])) == {}
 
 
-def test_help_has_every_flag_its_text_and_groups(registries: Registries, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_every_flag_its_text_and_groups(
+    registries: Registries, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         resolve(["--help"], registries, "Trains.")
     assert end.value.code == 0

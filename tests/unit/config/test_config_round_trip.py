@@ -94,13 +94,15 @@ def test_dictionary_errors_are_all_named() -> None:
 
 
 def test_implied_values_are_said_and_stable(registries: Registries) -> None:
-    argv = "--num-experts 8 --tensor-model-parallel-size 2 --micro-batch-size 3".split()
-    resolved, notes = resolve(argv, registries).normalised(world_size=8)
+    line = "--num-experts 8 --tensor-model-parallel-size 2 --micro-batch-size 3"
+    resolved, notes = resolve(line.split(), registries).normalised(world_size=8)
     assert resolved.config.parallel.sequence_parallel is True
     assert resolved.config.training.global_batch_size == 12
     assert len(notes) == 2 and notes[0].startswith("--sequence-parallel is implied by --num-experts with")
     assert resolved.provenance["sequence_parallel"].startswith("implied by --num-experts")
-    assert resolved.provenance["global_batch_size"] == "implied by --micro-batch-size 3 x data-parallel size 4"
+    assert (
+        resolved.provenance["global_batch_size"] == "implied by --micro-batch-size 3 x data-parallel size 4"
+    )
     assert normalise(resolved.config, 8) == (resolved.config, [])
 
 
@@ -110,7 +112,8 @@ def test_nothing_is_implied_without_a_cause() -> None:
     )
     assert normalise(dense, 2) == (dense, [])
     alone, notes = normalise(
-        Config(parallel=ParallelConfig(sequence_parallel=True), training=TrainingConfig(global_batch_size=4)), 1
+        Config(parallel=ParallelConfig(sequence_parallel=True), training=TrainingConfig(global_batch_size=4)),
+        1,
     )
     assert alone.parallel.sequence_parallel is False and len(notes) == 1
     impossible = Config(parallel=ParallelConfig(context_parallel_size=3))

@@ -1,8 +1,8 @@
 """No flag is accepted and ignored: the code outside the configuration reads every field.
 
-A field is read where ``.name`` is loaded from something called config, or like a section (``config.model.num_layers``,
-``moe.num_experts``, ``self.config.seed``), and is not called; or where a property or method of the schema that
-itself reads the field is. Checking or comparing a value is not using it, so ``megatron_moe/config`` does not count.
+A field is read where ``.name`` is loaded, and not called, from something called config or like a section,
+such as ``config.model.num_layers`` or ``moe.num_experts``; or where a property or method of the schema that
+reads the field is. To check or compare a value is not to use it: ``megatron_moe/config`` does not count.
 """
 
 import ast
@@ -49,7 +49,9 @@ def fields_behind() -> dict[str, set[str]]:
             behind[node.name] = {
                 item.attr
                 for item in ast.walk(node)
-                if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self"
+                if isinstance(item, ast.Attribute)
+                and isinstance(item.value, ast.Name)
+                and item.value.id == "self"
             }
     return behind
 

@@ -16,7 +16,7 @@ FAULTS = [
     ({"moe_router_topk": 9}, "--moe-router-topk 9 must be from 1 to --num-experts 8"),
     ({"moe_router_topk": 0}, "--moe-router-topk 0 must be from 1"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "choose one of 1, 2, 4, 8"),
-    ({"moe_router_num_groups": 4}, "give both or neither"),
+    ({"moe_router_num_groups": 4}, "alone limits nothing"),
     (
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_score_topk": 0},
         "--moe-router-group-score-topk 0 must be positive",
@@ -31,6 +31,11 @@ FAULTS = [
     ({"moe_expert_capacity_factor": 0.0}, "--moe-expert-capacity-factor 0.0 would drop every token"),
     ({"moe_eval_capacity_factor": -1.0}, "--moe-eval-capacity-factor"),
     ({"moe_device_capacity_factor": 1.0}, "needs --moe-router-num-groups"),
+    ({"moe_router_group_topk": 2}, "--moe-router-group-topk 2 needs --moe-router-num-groups"),
+    (
+        {"moe_router_load_balancing_type": ("deepseek_comm",), "moe_router_num_groups": 4},
+        "deepseek_comm needs --moe-router-group-topk",
+    ),
     ({"moe_device_capacity_protected": 2.0}, "from 0 to 1"),
     ({"moe_aux_loss_coeff": (0.0,)}, "0 for aux_loss balances nothing"),
     ({"moe_aux_loss_coeff": (0.1, 0.1)}, "names 1 losses but --moe-aux-loss-coeff has 2"),
@@ -45,12 +50,18 @@ FAULTS = [
     ({"moe_router": "switch"}, "takes one expert per token"),
     (
         {"moe_router": "switch", "moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
-        "weighs by softmax",
+        "--moe-router-score-function means nothing to --moe-router switch: leave it out, or use topk.",
     ),
     ({"moe_router": "gshard_top2", "moe_router_topk": 3}, "--moe-router-topk 3 must be 2"),
     ({"moe_router": "hash"}, "a balance loss cannot act"),
-    ({"moe_router": "hash", "moe_router_enable_expert_bias": True, **NONE}, "no scores to bias"),
-    ({"moe_router": "sinkhorn", "moe_router_enable_expert_bias": True}, "balances by itself"),
+    (
+        {"moe_router": "hash", "moe_router_enable_expert_bias": True, **NONE},
+        "means nothing to --moe-router hash: leave it out, or use topk or switch",
+    ),
+    (
+        {"moe_router": "sinkhorn", "moe_router_enable_expert_bias": True},
+        "means nothing to --moe-router sinkhorn",
+    ),
     ({"moe_router": "force_skewed", "moe_router_force_skew": 5.0}, "from 1 to E/K = 4 times"),
 ]
 
