@@ -25,7 +25,6 @@ class Actions:
     config: tuple[str, ...] = ()
     dump_config: bool = False
     print_topology: bool = False
-    dry_run: bool = False
     world_size: int | None = None
 
 
@@ -150,9 +149,6 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "--print-topology",
         action="store_true",
         help="Print the ranks of every communication group, and exit.",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="Print the plan for this layout, build nothing, and exit."
     )
     group.add_argument(
         "--world-size",

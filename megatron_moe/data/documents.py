@@ -141,7 +141,7 @@ def _text_of_line(line: bytes, key: str, lines: "_Lines") -> str | Problem:
     if isinstance(text, Problem):
         return Problem(lines.place(), text.reason)
     try:
-        record = json.loads(text)
+        record = json.loads(text.rstrip("\r\n"))
     except (ValueError, RecursionError) as error:
         return Problem(lines.place(), f"not JSON: {error}")
     value = _text_of_value(record, key)

@@ -6,13 +6,14 @@ A part is done when its ``.json`` exists, which is written last::
 """
 
 import functools
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,8 +71,15 @@ def run_parts(job: Job, folder: Path, todo: Sequence[Part]) -> Iterator[PartResu
         job.workers, multiprocessing.get_context(method), initializer=_set_up_process
     )
     try:
-        for future in as_completed([executor.submit(tokenize_part, job, folder, part) for part in todo]):
-            yield future.result()
+        waiting, pending = iter(todo), set()
+        while True:
+            # A few at a time: an executor with very many tasks in its queue can hang when a process dies.
+            for part in itertools.islice(waiting, 2 * job.workers - len(pending)):
+                pending.add(executor.submit(tokenize_part, job, folder, part))
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         raise ValueError(
             "a process died while tokenizing (killed, or out of memory?). Run the same command again to "
@@ -82,16 +90,16 @@ def run_parts(job: Job, folder: Path, todo: Sequence[Part]) -> Iterator[PartResu
 
 
 def _set_up_process() -> None:
-    """Ends this process when its parent dies: no stray process writes beside a restarted run."""
+    """Makes a process of the pool end with its parent: no stray process writes beside a restarted run."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def wait() -> None:
+    def end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # Ctrl-C reaches all processes of a terminal; the parent alone decides, and parts in work get done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

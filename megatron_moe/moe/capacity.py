@@ -12,8 +12,8 @@ expert are ranked and the first ``slots`` of them stay. With *position* the rank
 group alone: an early token's second choice goes before a later token's first choice, as "first come" says
 and as Megatron-LM intends. GShard's Algorithm 1 decides otherwise, all first choices before any second
 choice, and therefore counts its own slots (``routers/gshard_top2.py``). *probs* is batch-prioritised
-routing (V-MoE, arXiv 2106.05974, section 4.1) at the level of single copies; *random* is DeepSpeed's random
-token selection (arXiv 2201.05596).
+routing (V-MoE, arXiv 2106.05974, section 4.1) at the level of single copies; *random* is random token
+selection (arXiv 2109.10465, and DeepSpeed).
 
 A dropped copy keeps nothing: the token passes through the residual. Survivors keep their weight.
 """

@@ -60,6 +60,11 @@ class AdamW:
         state = self._adamw.state[master]
         return {"master": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
+    def masters_from_weights(self) -> None:
+        """After loading weights alone: master weights start from them."""
+        for master, piece in zip(self.masters, self.pieces, strict=True):
+            master.copy_(piece.weight)
+
     @property
     def num_steps(self) -> int:
         """Updates done; Adam's bias correction counts them."""

@@ -94,10 +94,11 @@ def training_line(record: Record, total_iterations: int, seconds_left: float | N
 
 
 def evaluation_line(record: Record) -> str:
-    """One line for an evaluation record."""
-    line = f"evaluation at {record['iteration']}: valid loss {record['valid_loss']:.4f}"
-    if record.get("valid_ppl") is not None:
-        line += f", perplexity {record['valid_ppl']:.1f}"
+    """One line for an evaluation record, of whichever split it is."""
+    split = next(key.removesuffix("_loss") for key in record if key.endswith("_loss"))
+    line = f"evaluation at {record['iteration']}: {split} loss {record[f'{split}_loss']:.4f}"
+    if record.get(f"{split}_ppl") is not None:
+        line += f", perplexity {record[f'{split}_ppl']:.1f}"
     return line
 
 

@@ -23,7 +23,7 @@ from megatron_moe.data.indexed_dataset import IndexedDataset
 
 
 def main() -> int:
-    """Writes the same random documents with both builders, compares the files, and reads each with the other."""
+    """Writes random documents with both builders, compares the files, reads each with the other."""
     generator = np.random.default_rng(0)
     for dtype in (np.uint16, np.int32, np.uint8, np.int64):
         documents = []  # (tokens, sequence lengths), some documents of several sequences, some empty
@@ -42,7 +42,9 @@ def main() -> int:
                 our_builder.finalize()
 
             for suffix in (".bin", ".idx"):
-                assert Path(their_prefix + suffix).read_bytes() == Path(our_prefix + suffix).read_bytes(), suffix
+                assert Path(their_prefix + suffix).read_bytes() == Path(our_prefix + suffix).read_bytes(), (
+                    suffix
+                )
             read_by_us = IndexedDataset(their_prefix)
             assert read_by_us.num_documents == len(documents)
             for document_id, (tokens, _) in enumerate(documents):

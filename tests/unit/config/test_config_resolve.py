@@ -37,7 +37,7 @@ def test_default_then_files_in_order_then_flags(tmp_path: Path, registries: Regi
 
 def test_kinds_of_flags(registries: Registries) -> None:
     line = "--bf16 --no-check-for-nan-in-loss-and-grad --qk-layernorm --swiglu --data-path 0.5 a 0.5 b "
-    line += "--min-lr -1e-4 --num-experts 4 --num-experts none --dry-run --world-size 8 "
+    line += "--min-lr -1e-4 --num-experts 4 --num-experts none --print-topology --world-size 8 "
     line += "--moe-router-load-balancing-type none --moe-aux-loss-coeff .1 1e-3"
     resolved = resolve(line.split(), registries)
     config = resolved.config
@@ -48,7 +48,7 @@ def test_kinds_of_flags(registries: Registries) -> None:
     assert config.moe.num_experts is None
     assert config.moe.moe_router_load_balancing_type == ("none",)
     assert config.moe.moe_aux_loss_coeff == (0.1, 1e-3)
-    assert resolved.actions.dry_run and resolved.actions.world_size == 8 and not resolved.actions.dump_config
+    assert resolved.actions.print_topology and resolved.actions.world_size == 8 and not resolved.actions.dump_config
 
 
 def test_yaml_values(tmp_path: Path, registries: Registries) -> None:
@@ -93,7 +93,7 @@ FILE_ERRORS = [
         "bf16: false",
         "1: key 'bf16' can only be true, which means --params-dtype bfloat16; otherwise set params_dtype.",
     ),
-    ("dry_run: true", "1: 'dry_run' is an action, which is given on the command line only."),
+    ("dump_config: true", "1: 'dump_config' is an action, which is given on the command line only."),
     ("a: [1\nb: 2", "2: this is not YAML:"),
     ("lr: !what 3", "1: could not determine a constructor"),
     ("- lr", "1: expected lines of the form 'key: value'."),

@@ -60,8 +60,9 @@ def test_an_empty_validation_split_is_named(prefix: str, caplog: pytest.LogCaptu
         built = build_datasets(config(prefix, split="999,1,0"), seed=1, vocab_size=257)
     assert built.valid is None and built.test is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"No valid data from {prefix}: valid/data: 0 tokens in 0 of the 100 documents of {prefix} do not fill "
-        "one sample of 12 tokens. Use more data, a larger --split weight for it, or a shorter --seq-length."
+        f"No valid data from {prefix}: valid/data: 0 tokens in 0 of the 100 documents of {prefix} do "
+        "not fill one sample of 12 tokens. Use more data, a larger --split weight for it, or a shorter "
+        "--seq-length."
     ]
     with pytest.raises(ValueError, match="train/data: 0 tokens in 0 of the 100 documents"):
         build_datasets(config(prefix, split="0,1"), seed=1, vocab_size=257)
@@ -82,7 +83,9 @@ def test_the_wrong_tokenizer_is_refused(prefix: str, tmp_path: Path) -> None:
         build_datasets(wrong_type, seed=1, vocab_size=300)
     sidecar = read_sidecar(prefix)
     assert sidecar is not None
-    write_sidecar(prefix, replace(sidecar, tokenizer_type="SentencePieceTokenizer", tokenizer_sha256="another"))
+    write_sidecar(
+        prefix, replace(sidecar, tokenizer_type="SentencePieceTokenizer", tokenizer_sha256="another")
+    )
     with pytest.raises(ValueError, match=r"a.model is the wrong tokenizer .* another SentencePieceTokenizer"):
         build_datasets(wrong_type, seed=1, vocab_size=300)
     Path(prefix + ".json").write_text("{}")

@@ -62,9 +62,7 @@ def test_round_trip_and_end_of_document(models: dict[str, str | None], key: str,
 
 @settings(max_examples=50, deadline=None)
 @given(text=st.text())
-def test_every_text_comes_back_from_sentencepiece_and_bytes(
-    models: dict[str, str | None], text: str
-) -> None:
+def test_every_text_comes_back_from_sentencepiece_and_bytes(models: dict[str, str | None], text: str) -> None:
     for key in ("ByteTokenizer", "SentencePieceTokenizer"):
         tokenizer = build(models, key)
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -75,7 +73,9 @@ def test_training_is_deterministic(models: dict[str, str | None], tmp_path: Path
     source = str(first.parent / "input.jsonl")
     arguments = ["--input", source, "--vocab-size", "400", "--model-prefix", str(tmp_path / "again")]
     assert train_tokenizer(arguments) == 0
-    ours, again = (build_tokenizer("SentencePieceTokenizer", str(m)) for m in (first, tmp_path / "again.model"))
+    ours, again = (
+        build_tokenizer("SentencePieceTokenizer", str(m)) for m in (first, tmp_path / "again.model")
+    )
     assert ours.encode(TEXT) == again.encode(TEXT)
 
 
@@ -115,6 +115,13 @@ def test_tokenizer_training_reports_bad_input(tmp_path: Path, capfd: pytest.Capt
         ("empty.txt", "300", "holds no text"),
         ("missing.txt", "300", "does not exist"),
     ):
-        arguments = ["--input", str(tmp_path / file), "--model-prefix", str(tmp_path / "m"), "--vocab-size", size]
+        arguments = [
+            "--input",
+            str(tmp_path / file),
+            "--model-prefix",
+            str(tmp_path / "m"),
+            "--vocab-size",
+            size,
+        ]
         assert train_tokenizer(arguments) == 1
         assert message in capfd.readouterr().err

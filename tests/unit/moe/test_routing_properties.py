@@ -19,7 +19,9 @@ from megatron_moe.moe.capacity import (
 from megatron_moe.moe.losses import BALANCE_LOSSES, attach_loss, balance_loss, balance_stats
 from megatron_moe.moe.reference import reference_moe
 from megatron_moe.moe.routers import ROUTERS
+from megatron_moe.moe.routers.expert_choice import choose_tokens
 from megatron_moe.moe.routers.forced import dealt_ids
+from megatron_moe.moe.routers.sinkhorn import sinkhorn_plan
 from megatron_moe.moe.routing import check_finite, expert_counts, flatten, multi_hot, routing_sums
 
 seeds = st.integers(0, 2**20)
@@ -90,6 +92,25 @@ def test_padding_changes_nothing(name, seed, num_valid):
     torch.testing.assert_close(combine_matrix(padded)[:, :num_valid], combine_matrix(alone))
     sums = routing_sums(padded, valid_GT)
     assert torch.equal(sums.chosen_E, routing_sums(alone, None).chosen_E) and int(sums.tokens) == num_valid
+
+
+@given(seeds, st.integers(1, T - 1), st.integers(0, 4))
+def test_padding_takes_no_place_at_an_expert_that_chooses(seed, num_valid, slots):
+    scores_GTE = torch.softmax(random_inputs("expert_choice", seed).logits_GTE, -1)
+    valid_GT = (torch.arange(T) < num_valid).expand(2, T)
+    chosen_GTE = choose_tokens(scores_GTE, valid_GT, slots)[:, :num_valid]
+    assert torch.equal(chosen_GTE, choose_tokens(scores_GTE[:, :num_valid], None, slots))
+
+
+@given(seeds)
+@settings(max_examples=20)
+def test_each_group_has_its_own_sinkhorn_plan(seed):
+    """A group that has converged stops there, however long its neighbour takes."""
+    logits_GTE = random_inputs("sinkhorn", seed).logits_GTE * torch.tensor([0.1, 2.0]).view(2, 1, 1)
+    plan_GTE, iterations_G = sinkhorn_plan(logits_GTE, None)
+    for g in range(2):
+        alone_GTE, alone_G = sinkhorn_plan(logits_GTE[g : g + 1], None)
+        assert torch.equal(plan_GTE[g], alone_GTE[0]) and iterations_G[g] == alone_G[0]
 
 
 @pytest.mark.parametrize("name", [name for name, spec in ROUTERS.items() if spec.scope == "token"])

@@ -1,10 +1,12 @@
 """Every decision of the independent oracle: indices exactly, weights to 1e-9 (float64) and 1e-5 (float32)."""
 
+import hashlib
 from dataclasses import replace
 
 import numpy as np
 import torch
 from moe_oracle import (
+    VECTORS,
     both_types,
     close,
     combine_matrix,
@@ -29,6 +31,12 @@ from megatron_moe.moe.routers.sinkhorn import sinkhorn, sinkhorn_plan
 from megatron_moe.moe.routers.switch import switch
 from megatron_moe.moe.routers.topk import topk
 from megatron_moe.moe.routing import expert_counts, multi_hot
+
+
+def test_vectors_are_as_copied():
+    for line in (VECTORS / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((VECTORS / name).read_bytes()).hexdigest() == digest, name
 
 
 @both_types

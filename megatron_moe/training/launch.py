@@ -1,0 +1,128 @@
+"""Joining and leaving: process groups, and errors that every rank hears of.
+
+An error while setting up is gathered from all ranks and shown once, by rank 0, with the ranks it happened on; every rank then
+exits with the same status. A rank that never comes is waited for no longer than ``--distributed-timeout-minutes``.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import megatron_moe
+from megatron_moe.config.schema import Config
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.layout import MeshSizes
+
+T = TypeVar("T")
+
+EXIT_USER_ERROR = 2
+
+
+def world_size_of_launcher() -> int:
+    """Number of ranks as torchrun says it; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_rank() -> bool:
+    """Whether this is rank 0, which speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def join(config: Config) -> ParallelContext:
+    """Join the process group and make this rank's axes.
+
+    Raises:
+        RuntimeError: other ranks did not come in time.
+    """
+    world_size = world_size_of_launcher()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and config.parallel.distributed_backend != "gloo":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend = config.parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        if backend == "nccl" and device.type != "cuda":
+            raise ValueError("--distributed-backend nccl needs CUDA devices, and there are none; use gloo.")
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device if device.type == "cuda" else None
+        )
+    return ParallelContext.create(MeshSizes.of(config.parallel, world_size), device=device, timeout=timeout)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do something on every rank; an error on any of them is an error on all, told once.
+
+    Raises:
+        SystemExit: somewhere the action raised ValueError, OSError or RuntimeError.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except (ValueError, OSError, RuntimeError) as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        problem = f"{error}{notes}" or type(error).__name__
+    problems: list[str | None] = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if any(problems):
+        fail(problems)
+    return result  # type: ignore[return-value]
+
+
+def fail(problems: list[str | None]) -> NoReturn:
+    """End every rank with the problems by rank, equal ones told once."""
+    by_text: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            by_text.setdefault(problem, []).append(rank)
+    if is_main_rank():
+        for text, ranks in by_text.items():
+            where = "" if len(ranks) == len(problems) else f" (on rank {', '.join(map(str, ranks))})"
+            print(f"error{where}: {text}", file=sys.stderr, flush=True)
+    leave()
+    raise SystemExit(EXIT_USER_ERROR)
+
+
+def check_same_everywhere(config_text: str) -> None:
+    """Refuse to start when ranks differ in configuration or in the project's code.
+
+    Raises:
+        SystemExit: naming the ranks that differ from rank 0.
+    """
+    if not dist.is_initialized():
+        return
+    facts = {"configuration": _digest(config_text.encode()), "code": _code_digest(), "torch": torch.__version__}
+    gathered: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, facts)
+    problems: list[str | None] = [None] * len(gathered)
+    for rank, other in enumerate(gathered):
+        differing = [f"{name} {other[name]} instead of {gathered[0][name]}" for name in facts if other[name] != gathered[0][name]]
+        if differing:
+            problems[rank] = "differs from rank 0 in " + "; ".join(differing) + ". Start all ranks alike."
+    if any(problems):
+        fail(problems)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _code_digest() -> str:
+    """Digest of the package's sources."""
+    root = Path(megatron_moe.__file__).parent
+    return _digest(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))

@@ -1,0 +1,51 @@
+"""From a checked configuration to the end of the run, with one clear word for everything that can go wrong."""
+
+import os
+import sys
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron_moe.config import Resolved, dump
+from megatron_moe.data.tokenizer import build_tokenizer
+from megatron_moe.training import launch
+from megatron_moe.training.build import with_vocabulary
+from megatron_moe.training.loop import Run
+from megatron_moe.training.step import NonFiniteError
+
+EXIT_FAILED = 1
+
+
+def train(resolved: Resolved) -> int:
+    """Train; returns the exit status.
+
+    A problem while setting up is gathered and told once. One that strikes while training is told by the rank it struck,
+    which then leaves; the launcher ends the others.
+    """
+    ctx = launch.join(resolved.config)
+    launch.check_same_everywhere(dump(resolved.config))
+    data = resolved.config.data
+    tokenizer = launch.together(lambda: build_tokenizer(data.tokenizer_type, data.tokenizer_model))
+    config = launch.together(lambda: with_vocabulary(resolved.config, tokenizer.vocab_size))
+    provenance = dict(resolved.provenance)
+    if config.model.vocab_size != resolved.config.model.vocab_size:
+        provenance["vocab_size"] = "implied by the tokenizer"
+    resolved = replace(resolved, config=config, provenance=provenance)
+    run = Run(config, ctx, provenance)
+    try:
+        ending = run.train()
+    except NonFiniteError as error:  # on every rank alike
+        if launch.is_main_rank():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except (ValueError, OSError, RuntimeError) as error:
+        where = f"{ctx.describe()}, last action {run.machine.runtime.current}"
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"error on {where}: {error}{notes}", file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            os._exit(EXIT_FAILED)  # leaving the group in order would wait for ranks that wait for this one
+        return EXIT_FAILED
+    if launch.is_main_rank():
+        print(ending, flush=True)
+    launch.leave()
+    return 0

@@ -1,0 +1,67 @@
+"""What the top floor tells configuration: the names of all registries, and the rules of what they hold."""
+
+from collections.abc import Iterator
+
+from megatron_moe.config import Rule
+from megatron_moe.config.schema import Config
+from megatron_moe.data.tokenizer import TOKENIZERS
+from megatron_moe.moe.checks import moe_checks
+from megatron_moe.moe.dispatchers import DISPATCHERS
+from megatron_moe.moe.losses import BALANCE_LOSSES
+from megatron_moe.moe.routers import ROUTERS
+from megatron_moe.pipeline import LayoutError, layout_problems, parse_layout, schedule_problems
+from megatron_moe.pipeline.schedules import SCHEDULES, chunks_per_rank
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "routers": tuple(ROUTERS),
+    "balance_losses": tuple(BALANCE_LOSSES),
+    "dispatchers": tuple(DISPATCHERS),
+    "schedules": tuple(SCHEDULES),
+    "tokenizers": tuple(TOKENIZERS),
+}
+
+
+def routing_rules(config: Config, world_size: int) -> Iterator[str]:
+    """What routing methods, capacities and balance losses refuse."""
+    yield from moe_checks(config.moe)
+
+
+def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
+    """What the schedule and the layout of stages refuse."""
+    parallel, training = config.parallel, config.training
+    pp, virtual = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    ranks = pp * parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if world_size % ranks or training.global_batch_size is None:
+        return  # said elsewhere
+    per_step = training.micro_batch_size * (world_size // ranks)
+    problems = schedule_problems(parallel.pipeline_schedule, pp, max(training.global_batch_size // per_step, 1), virtual)
+    yield from problems
+    if problems:
+        return
+    num_stages = pp * chunks_per_rank(parallel.pipeline_schedule, virtual)
+    text = parallel.pipeline_model_parallel_layout
+    if text is not None:
+        yield from _layout_rules(text, config.model.num_layers, pp, num_stages)
+    elif num_stages > config.model.num_layers + 2:
+        yield (
+            f"--pipeline-model-parallel-size {pp} with --pipeline-schedule {parallel.pipeline_schedule} makes {num_stages} "
+            f"stages, more than --num-layers {config.model.num_layers} can fill; use at most {config.model.num_layers}."
+        )
+
+
+def _layout_rules(text: str, num_layers: int, pp: int, num_stages: int) -> Iterator[str]:
+    try:
+        stages = parse_layout(text)
+    except LayoutError as error:
+        yield str(error)
+        return
+    problems = layout_problems(stages, num_layers, 0, pp)
+    yield from problems
+    if not problems and len(stages) != num_stages:
+        yield (
+            f'--pipeline-model-parallel-layout "{text}" has {len(stages)} stages, but the schedule runs {num_stages} '
+            f"(--pipeline-model-parallel-size {pp} times the stages per rank)."
+        )
+
+
+RULES: tuple[Rule, ...] = (routing_rules, pipeline_rules)
