@@ -1,0 +1,24 @@
+"""Checkpoints: one format of logical tensors, from any layout to any layout; atomic, verified, strict."""
+
+from megatron_moe.checkpoint.agreement import on_first_rank
+from megatron_moe.checkpoint.entries import Box, Entry, entries_of
+from megatron_moe.checkpoint.errors import CheckpointError
+from megatron_moe.checkpoint.folder import checkpoint_path, find_latest, saved_iterations
+from megatron_moe.checkpoint.load import load_checkpoint
+from megatron_moe.checkpoint.offline import Checkpoint, read_config_text
+from megatron_moe.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "Box",
+    "Checkpoint",
+    "CheckpointError",
+    "Entry",
+    "checkpoint_path",
+    "entries_of",
+    "find_latest",
+    "load_checkpoint",
+    "on_first_rank",
+    "read_config_text",
+    "save_checkpoint",
+    "saved_iterations",
+]

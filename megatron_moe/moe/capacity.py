@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import MoEConfig
+from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Choice, RouterInputs, RouterSpec, best_ids, keep_only, multi_hot
 
 
@@ -119,7 +120,7 @@ def _ranks_by_key(ids_GTK: Tensor, keys_GTK: Tensor, num_experts: int) -> Tensor
     columns_GTK = torch.where(ids_GTK < 0, num_experts, ids_GTK)
     keys_GTE = keys_GTK.new_full((*ids_GTK.shape[:-1], num_experts + 1), -math.inf)
     keys_GTE = keys_GTE.scatter(-1, columns_GTK, keys_GTK)[..., :num_experts]
-    order_GTE = keys_GTE.sort(dim=1, descending=True, stable=True).indices
+    order_GTE = decided(lambda: keys_GTE.sort(dim=1, descending=True, stable=True).indices)
     places_GTE = torch.arange(ids_GTK.shape[1], device=ids_GTK.device).view(1, -1, 1).expand_as(order_GTE)
     return torch.empty_like(order_GTE).scatter_(1, order_GTE, places_GTE)
 

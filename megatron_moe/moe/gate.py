@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.moe.capacity import decide, needs_whole_groups
 from megatron_moe.moe.losses import BALANCE_LOSSES, BalanceLoss, BalanceStats, balance_loss, by_device, z_loss_sum
+from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs, RoutingSums, check_finite, multi_hot, routing_sums
 from megatron_moe.parallel import collectives
@@ -164,7 +165,7 @@ class Gate(nn.Module):
             columns.append(by_device(chosen_TE, self.config).amax(-1))
         per_token = torch.cat(columns, 1)
         sums = per_token.new_zeros(num_groups, per_token.shape[1]).index_add_(0, group_ids_T, per_token)
-        sums = collectives.sum_(sums, tokens.layout.axis)
+        sums = decided(lambda: collectives.sum_(sums, tokens.layout.axis))
         stats = BalanceStats(
             counts_GE=sums[:, : self.num_experts],
             device_tokens_GD=sums[:, self.num_experts + 1 :] if loss.devices else None,

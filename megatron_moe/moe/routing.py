@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import MoEConfig
+from megatron_moe.moe.replay import decided
 
 
 class RouterInputs(NamedTuple):
@@ -166,9 +167,15 @@ def keep_only(choice: Choice, keep_GTK: Tensor) -> Choice:
 def best_ids(keys_E: Tensor, num: int) -> Tensor:
     """Indices of the ``num`` largest keys of the last dimension, best first; the lower index wins a tie.
 
-    ``torch.topk`` leaves the order of ties open; a stable sort gives the same answer on every device.
+    ``torch.topk`` leaves the order of ties open; a stable sort gives the same answer on every device. In a
+    recomputed layer the first answer is given again (``moe/replay.py``).
     """
-    return keys_E.detach().sort(dim=-1, descending=True, stable=True).indices[..., :num]
+
+    def best() -> Tensor:
+        order_E = keys_E.detach().sort(dim=-1, descending=True, stable=True).indices
+        return order_E[..., :num].contiguous()  # lets go of the rest
+
+    return decided(best)
 
 
 def multi_hot(ids_GTK: Tensor, num_experts: int) -> Tensor:

@@ -9,10 +9,13 @@
     all_to_all        rows by sender -> by receiver    the same, reversed
     all_gather_rows   uneven shard(0) -> replicated    partial sums -> uneven shard(0)
     reduce_scatter_rows  the mirror of all_gather_rows
+    round_the_ring  shard -> every shard in turn   none: its users have backwards of their own
 
 Only sums are used: means are scaled by their caller, where the divisor is visible. On an axis of size 1 each is the
 identity. ``sent_bytes`` are those of ring algorithms: (n-1)/n of the whole tensor for a gather or scatter.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -207,3 +210,43 @@ def all_gather_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
 def reduce_scatter_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
     """[sum(counts), ...] partial sums -> [counts[rank], ...] of the sum; the gradient is gathered."""
     return rows if axis.size == 1 else _ReduceScatterRows.apply(rows, counts, axis)  # type: ignore[return-value]
+
+
+# --- rings: a tensor passed from rank to rank while something else is computed ----------------------------------
+
+
+class RingShift:
+    """A shift round a ring that is under way: rank r's tensor -> rank r + 1. No gradient.
+
+    Both directions are posted as one batch at once, so that no order of ranks can make them wait for each other.
+    """
+
+    def __init__(self, tensor: Tensor, axis: Axis) -> None:
+        assert axis.size > 1
+        axis.traffic.add(axis.name, "send", _bytes(tensor))
+        self._sent, self._received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        following, previous = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, following, group=axis.group),
+                dist.P2POp(dist.irecv, self._received, previous, group=axis.group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """The previous rank's tensor, once it is here."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def round_the_ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's tensor in turn, this rank's first: (whose it is, the tensor). No gradient.
+
+    The next one travels while the caller works on this one. Sends (size - 1) times the tensor; all ranks must take all.
+    """
+    for step in range(axis.size):
+        shift = RingShift(tensor, axis) if step + 1 < axis.size else None
+        yield (axis.rank - step) % axis.size, tensor
+        if shift is not None:
+            tensor = shift.wait()

@@ -127,9 +127,9 @@ class GradientReducer:
     @staticmethod
     def _collect(parameter: ShardedParameter) -> None:
         """Move what autograd produced into the accumulated gradient, in that one's precision."""
-        assert parameter.grad is not None
-        accumulate(parameter, parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # None: the schedule deferred it, and the queue accumulates it later
+            accumulate(parameter, parameter.grad)
+            parameter.grad = None
 
     def end_microbatch(self) -> None:
         """With sharded gradients, reduce what this micro-batch left, so that only ranges are kept."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatron_moe.moe.dispatchers.allgather import AllGatherDispatcher
 from megatron_moe.moe.dispatchers.alltoall import AllToAllDispatcher
 from megatron_moe.moe.dispatchers.base import Dispatched, Dispatcher
 from megatron_moe.moe.dispatchers.local import LocalDispatcher
@@ -9,6 +10,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 DISPATCHERS: dict[str, Callable[[int, ParallelContext], Dispatcher]] = {
     "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
 from megatron_moe.moe.permute import add_rows, expert_major, expert_order
+from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
@@ -41,7 +42,7 @@ class AllToAllDispatcher:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
         order_N, counts_E = expert_order(routing.expert_ids_N, self.num_experts)
         token_ids_N = routing.token_ids_N[order_N]
-        counts_XPL = self._exchange_counts(counts_E)
+        counts_XPL = decided(lambda: self._exchange_counts(counts_E))
         receipt = self._receipt(token_ids_N, x_TD.shape[0], counts_E, counts_XPL, x_TD.device)
         rows_RD = self._send(x_TD.index_select(0, token_ids_N), receipt)
         weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), receipt).squeeze(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_moe.config.schema import MoEConfig
 from megatron_moe.moe.capacity import group_slots
+from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice, multi_hot
 
 
@@ -38,7 +39,7 @@ def gshard_gating(inputs: RouterInputs, config: MoEConfig, slots: int | None) ->
     pair_GT2 = torch.softmax(inputs.logits_GTE.gather(-1, ids_GT2), dim=-1)
     wanted_GT2 = torch.ones_like(ids_GT2, dtype=torch.bool)
     if config.moe_gshard_second_policy == "random":
-        won_GT = 2 * pair_GT2[..., 1].detach() > inputs.uniform("second", 1)[..., 0]
+        won_GT = decided(lambda: 2 * pair_GT2[..., 1].detach() > inputs.uniform("second", 1)[..., 0])
         wanted_GT2 = torch.stack((wanted_GT2[..., 0], won_GT), dim=-1)
     if inputs.valid_GT is not None:
         ids_GT2 = ids_GT2.masked_fill(~inputs.valid_GT.unsqueeze(-1), -1)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import MoEConfig
+from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs
 
 VECTORS = Path(__file__).parents[2] / "vectors"
+E, T = 6, 12  # of random inputs
 both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 
 
@@ -85,3 +88,17 @@ def topk_config(logits_GTE: Tensor, params: dict[str, Any], **more: Any) -> MoEC
         moe_router_group_topk=params.get("keep_groups"),
         **more,
     )
+
+
+def config_of(name, **changes):
+    """A small configuration for a router."""
+    topk = 1 if name == "switch" else 2
+    return replace(MoEConfig(num_experts=E, moe_router=name, moe_router_topk=topk), **changes)
+
+
+def random_inputs(name, seed, groups=2, num_tokens=T):
+    """Random float64 inputs for a router."""
+    generator = torch.Generator().manual_seed(seed)
+    width = E * ROUTERS[name].logits_per_expert
+    logits_GTE = 2 * torch.randn(groups, num_tokens, width, generator=generator, dtype=torch.float64)
+    return inputs_of(logits_GTE)

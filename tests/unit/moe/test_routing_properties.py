@@ -1,19 +1,14 @@
 """What must hold for any scores: properties of every router, of capacity, and of the balance losses."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_oracle import combine_matrix, inputs_of, uniforms
+from moe_oracle import E, T, combine_matrix, config_of, inputs_of, random_inputs, uniforms
 
 from megatron_moe.config.schema import MoEConfig
 from megatron_moe.moe.capacity import (
-    apply_capacity,
-    apply_device_capacity,
     decide,
-    group_slots,
     slots_may_be_empty,
 )
 from megatron_moe.moe.losses import BALANCE_LOSSES, attach_loss, balance_loss, balance_stats
@@ -22,25 +17,10 @@ from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routers.expert_choice import choose_tokens
 from megatron_moe.moe.routers.forced import dealt_ids
 from megatron_moe.moe.routers.sinkhorn import sinkhorn_plan
-from megatron_moe.moe.routing import check_finite, expert_counts, flatten, multi_hot, routing_sums
+from megatron_moe.moe.routing import check_finite, flatten, routing_sums
 
 seeds = st.integers(0, 2**20)
 every_router = pytest.mark.parametrize("name", list(ROUTERS))
-E, T = 6, 12
-
-
-def config_of(name, **changes):
-    """A small configuration for a router."""
-    topk = 1 if name == "switch" else 2
-    return replace(MoEConfig(num_experts=E, moe_router=name, moe_router_topk=topk), **changes)
-
-
-def random_inputs(name, seed, groups=2, num_tokens=T):
-    """Random float64 inputs for a router."""
-    generator = torch.Generator().manual_seed(seed)
-    width = E * ROUTERS[name].logits_per_expert
-    logits_GTE = 2 * torch.randn(groups, num_tokens, width, generator=generator, dtype=torch.float64)
-    return inputs_of(logits_GTE)
 
 
 @every_router
@@ -131,54 +111,6 @@ def test_permuted_tokens_permute_a_dropless_choice(name, seed):
     )
     assert torch.equal(permuted.expert_ids_GTK, straight.expert_ids_GTK[:, order_T])
     assert torch.equal(permuted.weights_GTK, straight.weights_GTK[:, order_T])
-
-
-@every_router
-@given(seeds, st.floats(0.1, 2.0), st.sampled_from(["position", "probs", "random"]))
-@settings(max_examples=15)
-def test_capacity_is_never_exceeded(name, seed, factor, policy):
-    """Kept + dropped = chosen, a drop only where the expert is full, survivors as before."""
-    config = config_of(name, moe_expert_capacity_factor=factor, moe_token_drop_policy=policy)
-    inputs = random_inputs(name, seed)
-    choice = decide(ROUTERS[name], inputs, config)
-    slots = group_slots(T, config, training=True)
-    kept_GE = expert_counts(choice.expert_ids_GTK, E)
-    chosen_GE = expert_counts(choice.chosen_ids_GTK, E)
-    assert int(kept_GE.max()) <= slots
-    kept_GTE, chosen_GTE = multi_hot(choice.expert_ids_GTK, E), multi_hot(choice.chosen_ids_GTK, E)
-    assert ((chosen_GTE - kept_GTE) >= 0).all()
-    assert not choice.weights_GTK[choice.expert_ids_GTK < 0].any()
-    if name != "gshard_top2":  # there a second choice lost by the coin may use up a slot
-        assert torch.equal(kept_GE, chosen_GE.clamp(max=slots))
-    if not ROUTERS[name].own_capacity:
-        free = combine_matrix(decide(ROUTERS[name], inputs, replace(config, moe_expert_capacity_factor=None)))
-        assert torch.equal(combine_matrix(choice), free * kept_GTE)
-
-
-@given(seeds, st.integers(1, 6))
-def test_drop_policies_keep_whom_they_say(seed, slots):
-    inputs = random_inputs("topk", seed, groups=1)
-    choice = ROUTERS["topk"].route(inputs, config_of("topk", moe_router_pre_softmax=True))
-    draws_TK = inputs.uniform("drop", 2)[0]
-    for policy in ("position", "probs", "random"):
-        ids_TK = apply_capacity(choice, slots, policy, inputs.uniform).expert_ids_GTK[0]
-        for expert in range(E):
-            wanting = [(t, k) for t in range(T) for k in range(2) if choice.expert_ids_GTK[0, t, k] == expert]
-            rank = {
-                "position": lambda tk: tk[0],
-                "probs": lambda tk: -float(choice.weights_GTK[0, tk[0], tk[1]]),
-                "random": lambda tk: -float(draws_TK[tk]),
-            }[policy]
-            kept = {(t, k) for t, k in wanting if ids_TK[t, k] == expert}
-            assert kept == set(sorted(wanting, key=rank)[:slots])
-
-
-@given(seeds, st.floats(0.1, 1.5))
-def test_device_budget_is_kept(seed, factor):
-    inputs = random_inputs("topk", seed)
-    choice = apply_device_capacity(ROUTERS["topk"].route(inputs, config_of("topk")), factor, num_devices=3)
-    kept_GD = expert_counts(choice.expert_ids_GTK, E).unflatten(-1, (3, -1)).sum(-1)
-    assert int(kept_GD.max()) <= int(factor * T * 2 / 3)
 
 
 @given(seeds, st.booleans(), st.booleans(), st.sampled_from(["softmax", "sigmoid"]), st.integers(1, E))
