@@ -1,6 +1,6 @@
 """Checksums of the files of a checkpoint: taken while they are written, compared when they are read.
 
-checksums.json   {"rank_00000.safetensors": {"bytes": 73216, "crc32": "9ab0c1d2"}, "index.json": ...}
+checksums.json   {"rank_00000.safetensors": {"length": 73216, "crc32": "9ab0c1d2"}, "index.json": ...}
 """
 
 import json
@@ -18,7 +18,7 @@ _BLOCK = 1 << 24
 class Stamp:
     """Length and checksum of a file."""
 
-    bytes: int
+    length: int
     crc32: str
 
     @staticmethod
@@ -52,7 +52,7 @@ def read_checksums(folder: Path) -> dict[str, Stamp]:
         text = path.read_bytes()
     try:
         found = {
-            name: Stamp(int(stamp["bytes"]), str(stamp["crc32"])) for name, stamp in json.loads(text).items()
+            name: Stamp(int(stamp["length"]), str(stamp["crc32"])) for name, stamp in json.loads(text).items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}).") from error
@@ -75,12 +75,12 @@ def damage(folder: Path, share: slice = slice(None)) -> list[str]:
     for name, stamp in sorted(stamps.items())[share]:
         path = folder / name
         try:
-            found = stamp_file(path) if path.stat().st_size == stamp.bytes else Stamp(path.stat().st_size, "")
+            found = stamp_file(path) if path.stat().st_size == stamp.length else Stamp(path.stat().st_size, "")
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
             continue
-        if found.bytes != stamp.bytes:
-            problems.append(f"{path} is damaged: {found.bytes} bytes instead of {stamp.bytes}")
+        if found.length != stamp.length:
+            problems.append(f"{path} is damaged: {found.length} bytes instead of {stamp.length}")
         elif found.crc32 != stamp.crc32:
             problems.append(f"{path} is damaged: checksum {found.crc32} instead of {stamp.crc32}")
     return problems

@@ -91,9 +91,9 @@ class CheckpointWriter(StorageWriter):
         for name, stamp in stamps.items():
             with writing(self.path / name):
                 found = os.stat(self.path / name).st_size
-            if found != stamp.bytes:
+            if found != stamp.length:
                 raise CheckpointError(
-                    f"{self.path / name} has {found} bytes after {stamp.bytes} were written."
+                    f"{self.path / name} has {found} bytes after {stamp.length} were written."
                 )
         with writing(self.path):
             sync_folder(self.path)

@@ -1,15 +1,16 @@
 """One transformer layer: attention and feed-forward (dense or MoE), each behind a norm and beside the residual."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_moe.config.schema import Config
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.feed_forward import FeedForward, SharedExpert
 from megatron_moe.model.norm import Norm
+from megatron_moe.model.recompute import recomputed, recomputed_modules, without_keeping
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
@@ -31,7 +32,7 @@ class Block(nn.Module):
         super().__init__()
         model, moe = config.model, config.moe
         self.layer_id, self.dropout = layer_id, model.hidden_dropout
-        self.recompute = config.training
+        self.recomputes = recomputed_modules(config.training)
         sequence_parallel = config.parallel.sequence_parallel
         common = {
             "sequence_parallel": sequence_parallel,
@@ -39,13 +40,21 @@ class Block(nn.Module):
             "queue": queue,
         }
         self.attention_norm = Norm(model.hidden_size, model, ctx, dtype, partial_tp=sequence_parallel)
-        self.attention = Attention(model, ctx, dtype, **common)
+        self.attention = Attention(
+            model,
+            ctx,
+            dtype,
+            cp_comm_type=config.parallel.cp_comm_type,
+            recompute_core="core_attn" in self.recomputes,
+            **common,
+        )
         self.feed_forward_norm = Norm(model.hidden_size, model, ctx, dtype, partial_tp=sequence_parallel)
         self.feed_forward: FeedForward | None = None
         self.moe: MoELayer | None = None
         if is_moe:
             width, gated = moe.moe_shared_expert_intermediate_size, moe.moe_shared_expert_gate
-            shared = SharedExpert(width, gated, model, ctx, dtype, **common) if width else None
+            recompute = "shared_experts" in self.recomputes
+            shared = SharedExpert(width, gated, model, ctx, dtype, recompute=recompute, **common) if width else None
             self.moe = MoELayer(
                 model,
                 moe,
@@ -63,30 +72,36 @@ class Block(nn.Module):
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D] -> [S', B, D]."""
-        if self._recomputes("full"):
-            return _recomputed(self._forward, x_SBD, tokens)
+        if "full" in self.recomputes:
+            return recomputed(self._forward, x_SBD, tokens)
         return self._forward(x_SBD, tokens)
 
     def _forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
-        y_SBD = self._call("core_attn", self.attention, self.attention_norm(x_SBD), tokens)
+        y_SBD = self._behind(self.attention_norm, lambda h_SBD: self.attention(h_SBD, tokens), x_SBD)
         x_SBD = x_SBD + self._drop(y_SBD, tokens, "attention dropout")
-        normed_SBD = self.feed_forward_norm(x_SBD)
-        if self.moe is not None:
-            y_SBD = self._call("moe", self.moe, normed_SBD, tokens)
-        else:
-            assert self.feed_forward is not None
-            y_SBD = self._call("mlp", self.feed_forward, normed_SBD)
+        y_SBD = self._behind(
+            self.feed_forward_norm,
+            lambda h_SBD: self._feed_forward(h_SBD, tokens),
+            x_SBD,
+            recompute=("mlp" if self.moe is None else "moe") in self.recomputes,
+        )
         return x_SBD + self._drop(y_SBD, tokens, "feed-forward dropout")
 
-    def _recomputes(self, what: str) -> bool:
-        if not (self.training and torch.is_grad_enabled()):
-            return False
-        if what == "full":
-            return self.recompute.recompute_granularity == "full"
-        return self.recompute.recompute_granularity == "selective" and what in self.recompute.recompute_modules
+    def _feed_forward(self, h_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+        if self.moe is not None:
+            return self.moe(h_SBD, tokens)
+        assert self.feed_forward is not None
+        return self.feed_forward(h_SBD)
 
-    def _call(self, name: str, module: nn.Module, *inputs: object) -> Tensor:
-        return _recomputed(module, *inputs) if self._recomputes(name) else module(*inputs)
+    def _behind(
+        self, norm: Norm, use: Callable[[Tensor], Tensor], x_SBD: Tensor, *, recompute: bool = False
+    ) -> Tensor:
+        """``use(norm(x))``, kept, recomputed, or kept but for the norm."""
+        if recompute:  # together: the norm's input, the residual stream, is kept anyway
+            return recomputed(lambda x_SBD: use(norm(x_SBD)), x_SBD)
+        if "norm" in self.recomputes:
+            return without_keeping(norm, use, x_SBD)
+        return use(norm(x_SBD))
 
     def _drop(self, y_SBD: Tensor, tokens: TokenBatch, use: str) -> Tensor:
         """Dropout by numbers that belong to the token: the same under every layout."""
@@ -95,8 +110,3 @@ class Block(nn.Module):
         index_SB = tokens.local(tokens.index_SB)
         uniform_SBD = tokens.uniform(index_SB, self.layer_id, use, y_SBD.shape[-1], torch.float32)
         return y_SBD * ((uniform_SBD >= self.dropout) / (1.0 - self.dropout)).to(y_SBD.dtype)
-
-
-def _recomputed(function: object, *inputs: object) -> Tensor:
-    """Keep the inputs only and compute again in the backward pass. No generator state: numbers are counter-based."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]

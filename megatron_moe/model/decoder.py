@@ -7,6 +7,8 @@ Layers carry their number in the whole model, so that logical names do not depen
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from megatron_moe.config.schema import Config
 from megatron_moe.model.block import Block
 from megatron_moe.model.norm import Norm
+from megatron_moe.parallel.buckets import Bucket
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.gradients import with_weights
 from megatron_moe.parallel.linear import enter_tp, linear
 from megatron_moe.parallel.sharding import (
     Initial,
@@ -23,6 +27,7 @@ from megatron_moe.parallel.sharding import (
     empty_parameter,
     initialise,
     name_parameters,
+    sharded_parameters,
 )
 from megatron_moe.parallel.tokens import TokenBatch
 from megatron_moe.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy, vocab_spec
@@ -101,6 +106,7 @@ class Decoder(nn.Module):
             self.embedding = VocabParallelEmbedding(spec, ctx, dtype, config.parallel.sequence_parallel)
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
         self.output = OutputLayer(config, ctx, dtype, self.embedding or embedding) if has_output else None
+        self._sharded_units: list[list[Bucket]] = []
         name_parameters(self)
         initialise(self, ctx, config.training.seed)
 
@@ -121,10 +127,22 @@ class Decoder(nn.Module):
 
     def hidden(self, x_SBD: Tensor | None, tokens: TokenBatch) -> Tensor:
         """Through the embedding, where it is here, and the layers: [S', B, D]."""
+        for bucket in self._sharded_units[0] if self._sharded_units else ():
+            bucket.gather()
         if self.embedding is not None:
             ids_SB = tokens.context(tokens.ids_SB)
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
-        for block in self.layers.values():
-            x_SBD = block(x_SBD, tokens)
+        for block, unit in zip_longest(self.layers.values(), self._sharded_units[1:]):
+            x_SBD = block(x_SBD, tokens) if unit is None else with_weights(unit, partial(block, tokens=tokens), x_SBD)
         return x_SBD
+
+    def units(self) -> list[list[ShardedParameter]]:
+        """Parameters by unit: what is outside the layers first, then layer by layer."""
+        in_layers = {id(p) for p in self.layers.parameters()}
+        outside = [p for p in sharded_parameters(self).values() if id(p) not in in_layers]
+        return [outside, *(list(sharded_parameters(block).values()) for block in self.layers.values())]
+
+    def use_sharded_weights(self, units: list[list[Bucket]]) -> None:
+        """From now on gather a layer's weights around its use; what is outside the layers stays for the whole step."""
+        self._sharded_units = units

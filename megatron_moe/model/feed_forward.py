@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig
 from megatron_moe.kernels.activation import activate
+from megatron_moe.model.recompute import recomputed
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter_tp
 from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
@@ -69,9 +70,11 @@ class SharedExpert(nn.Module):
         *,
         sequence_parallel: bool,
         output_std: float,
+        recompute: bool = False,
         queue: WeightGradientQueue | None = None,
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.feed_forward = FeedForward(
             width,
             config,
@@ -89,5 +92,5 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         """x [S', B, D] -> [S', B, D]."""
-        y_SBD = self.feed_forward(x_SBD)
+        y_SBD = recomputed(self.feed_forward, x_SBD) if self.recompute else self.feed_forward(x_SBD)
         return y_SBD if self.gate_weight is None else y_SBD * torch.sigmoid(F.linear(x_SBD, self.gate_weight))

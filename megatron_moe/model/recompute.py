@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe.config.schema import TrainingConfig
@@ -82,10 +83,10 @@ def without_keeping(norm: Callable[[Tensor], Tensor], use: Callable[[Tensor], Te
     if not torch.is_grad_enabled():
         return use(norm(x))
     y, forgotten = norm(x), _ForgottenOutput(norm, x.detach())
-    storage = y.untyped_storage().data_ptr()
+    storage = StorageWeakRef(y.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | _Note:
-        same = saved.dtype == y.dtype and saved.untyped_storage().data_ptr() == storage
+        same = saved.dtype == y.dtype and StorageWeakRef(saved.untyped_storage()) == storage
         return forgotten.note(saved) if same else saved
 
     def unpack(kept: Any) -> Tensor:

@@ -15,7 +15,7 @@ from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
-from megatron_moe.parallel.weight_gradients import WeightGradientQueue, accumulate
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
             return grouped.grouped_outer_product(grad_RO, rows_RI, counts_L, backend).view(parameter.shape)
 
         if queue is not None and queue.deferring:
-            queue.push(lambda: accumulate(parameter, weight_gradient()))
+            queue.push(lambda: parameter.accumulate(weight_gradient()))
             return grad_RI, None, None, None, None
         return grad_RI, weight_gradient(), None, None, None
 

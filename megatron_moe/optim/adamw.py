@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import OptimizerConfig
-from megatron_moe.parallel.gradients import Piece
+from megatron_moe.parallel.buckets import Piece
 
 
 class AdamW:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.gradients import Piece
+from megatron_moe.parallel.buckets import Piece
 
 
 def squared_sums(pieces: Sequence[Piece], device: torch.device) -> Tensor:

@@ -72,6 +72,21 @@ def scatter_sum_dim0(tensor: Tensor, axis: Axis) -> Tensor:
     return share
 
 
+def start_sum(tensor: Tensor, axis: Axis) -> dist.Work | None:
+    """:func:`sum_` that returns at once; the result is there after ``wait`` of what it returns (None: it is there)."""
+    if axis.size == 1:
+        return None
+    axis.traffic.add(axis.name, "all_reduce", 2 * (axis.size - 1) * _bytes(tensor) // axis.size)
+    return dist.all_reduce(tensor, group=axis.group, async_op=True)
+
+
+def start_scatter_sum_dim0(tensor: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
+    """:func:`scatter_sum_dim0` that returns at once with the tensor that will hold the result."""
+    axis.traffic.add(axis.name, "reduce_scatter", (axis.size - 1) * _bytes(tensor) // axis.size)
+    share = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
+    return share, _reduce_scatter_single(share, tensor, group=axis.group, async_op=True)
+
+
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
     """Rows [sum(send), ...] cut by receiver -> rows [sum(receive), ...] ordered by sender. No gradient."""
     if axis.size == 1:

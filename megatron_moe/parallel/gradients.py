@@ -1,168 +1,146 @@
-"""Flat buffers of weights and gradients, reduced over the axis each parameter declares; ZeRO sharding of both.
+"""Gradient reduction and ZeRO sharding of one stage: what happens to gradients and weights, and when.
 
-A bucket holds parameters that are summed over the same axis, back to back:
+    strategy              gradients are                          the optimizer steps      weights are
+    no_shard              all-reduced once per step              everything               whole
+    optim                 reduce-scattered once per step         its range                gathered once per step
+    optim_grads           reduce-scattered per micro-batch       its range                gathered once per step
+    optim_grads_params    reduce-scattered per micro-batch       its range                gathered around each use
 
-    weights  [ p0 | p1 | p2 ... | pad ]      parameters are views into it
-    grads    [ g0 | g1 | g2 ... | pad ]      ``main_grad`` are views into it; float32 (float64 for float64)
-             |<- shard 0 ->|<- shard 1 ->|   equal ranges, whatever the borders of parameters
-
-    strategy             gradients are                         the optimizer steps
-    no_shard             all-reduced once per step             everything
-    optim                reduce-scattered once per step        its range, then all-gathers the weights
-    optim_grads          reduce-scattered per micro-batch      its range, then all-gathers the weights
-
-Only sums: the loss is already divided by the global number of valid tokens. A range that cuts through parameters is
-a union of boxes in logical coordinates (``megatron_moe.checkpoint``), so it reshards freely all the same.
+Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as its last
+gradient is there and overlaps with the rest of the backward pass. Ranges that cut through parameters are boxes in logical
+coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from megatron_moe.parallel import collectives
-from megatron_moe.parallel.context import Axis, ParallelContext
+from megatron_moe.parallel.buckets import Bucket, Piece, Sharding
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import ShardedParameter
-from megatron_moe.parallel.weight_gradients import accumulate
 
-
-@dataclass(frozen=True)
-class Piece:
-    """What of one parameter this rank's optimizer owns: elements [start, stop) of the flattened local piece."""
-
-    parameter: ShardedParameter
-    start: int
-    stop: int
-    weight: Tensor  # [stop - start] view of the weights
-    grad: Tensor  # [stop - start] view of the reduced gradients
-    replicas: int  # ranks of the stage whose optimizer owns these same elements
-
-
-class Bucket:
-    """Parameters summed over one axis: their flat weights and gradients."""
-
-    def __init__(self, parameters: list[ShardedParameter], axis: Axis, num_shards: int, dtype: torch.dtype) -> None:
-        self.parameters, self.axis, self.num_shards = parameters, axis, num_shards
-        total = sum(p.numel() for p in parameters)
-        self.shard_size = -(-total // num_shards)
-        first = parameters[0]
-        self.weights = torch.zeros(self.shard_size * num_shards, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.shard_size * num_shards, dtype=dtype, device=first.device)
-        self.offsets: list[int] = []
-        offset = 0
-        for p in parameters:
-            self.offsets.append(offset)
-            view = self.weights[offset : offset + p.numel()].view(p.shape)
-            view.copy_(p.data)
-            p.data = view
-            p.main_grad = self.grads[offset : offset + p.numel()].view(p.shape)
-            offset += p.numel()
-        self.shard = slice(0, total)
-        if num_shards > 1:
-            self.shard = slice(axis.rank * self.shard_size, (axis.rank + 1) * self.shard_size)
-            self.shard_grads = torch.zeros(self.shard_size, dtype=dtype, device=first.device)
-        else:
-            self.shard_grads = self.grads
-
-    def reduce(self) -> None:
-        """Partial sums -> sums: in place, or into ``shard_grads`` (added to what is there)."""
-        if self.num_shards == 1:
-            collectives.sum_(self.grads, self.axis)
-        else:
-            self.shard_grads += collectives.scatter_sum_dim0(self.grads, self.axis)
-            self.grads.zero_()
-
-    def sum_copies(self, ends: Axis) -> None:
-        """Add up the gradients of a tensor that the first and the last stage both hold."""
-        if self.parameters[0].spec.tied:
-            collectives.sum_(self.shard_grads, ends)
-
-    def gather_weights(self) -> None:
-        """After the optimizer's step: every rank's range of the weights -> all weights on every rank."""
-        if self.num_shards > 1:
-            self.weights.copy_(collectives.gather_dim0(self.weights[self.shard], self.axis))
-
-    def zero(self) -> None:
-        """Forget the gradients."""
-        self.grads.zero_()
-        self.shard_grads.zero_()
-
-    def pieces(self, ctx: ParallelContext) -> Iterator[Piece]:
-        """What this rank's optimizer owns of each parameter, where that is anything."""
-        base = self.shard.start if self.num_shards > 1 else 0
-        for p, offset in zip(self.parameters, self.offsets, strict=True):
-            start, stop = max(offset, self.shard.start), min(offset + p.numel(), self.shard.stop)
-            if start < stop:
-                yield Piece(
-                    parameter=p,
-                    start=start - offset,
-                    stop=stop - offset,
-                    weight=self.weights[start:stop],
-                    grad=self.shard_grads[start - base : stop - base],
-                    replicas=p.spec.num_replicas(ctx) // self.num_shards,
-                )
+BUCKET_NUMEL = 1 << 25  # 32 Mi elements: large enough for bandwidth, small enough to begin early
 
 
 class GradientReducer:
-    """The buckets of one model (all stages of this rank): accumulate, reduce, step ranges, gather."""
+    """The buckets of one stage.
+
+    Args:
+        units: parameters by unit of the model (a layer; what is left). With sharded gradients or parameters a bucket never
+            mixes units, so that it is complete, or needed, when its unit is.
+    """
 
     def __init__(
-        self, parameters: Iterable[ShardedParameter], ctx: ParallelContext, strategy: str, bucket_numel: int = 1 << 25
+        self, units: Sequence[Sequence[ShardedParameter]], ctx: ParallelContext, strategy: str
     ) -> None:
-        self.ctx, self.strategy = ctx, strategy
-        self.buckets: list[Bucket] = []
+        self.ctx, self.sharding = ctx, Sharding.of(strategy)
+        self.units: list[list[Bucket]] = []
+        if not self.sharding.gradients:
+            units = [[p for unit in units for p in unit]]
+        for unit in units:
+            self.units.append(list(self._buckets(unit)))
+        self._num_microbatches = 0
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets."""
+        return [bucket for unit in self.units for bucket in unit]
+
+    def _buckets(self, parameters: Sequence[ShardedParameter]) -> Iterator[Bucket]:
         # A tied tensor has buckets of its own, so that both stages cut it into the same ranges.
         by_kind: dict[tuple[str, torch.dtype, bool], list[ShardedParameter]] = {}
         for p in parameters:
             by_kind.setdefault((p.spec.sum_axis, p.dtype, p.spec.tied), []).append(p)
-            p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[arg-type]
         for (axis_name, dtype, _), members in by_kind.items():
-            axis = ctx.axis(axis_name)
-            num_shards = 1 if strategy == "no_shard" else axis.size
-            main_dtype = torch.promote_types(dtype, torch.float32)
-            for group in _cut(members, bucket_numel):
-                self.buckets.append(Bucket(group, axis, num_shards, main_dtype))
+            for group in _cut(members, BUCKET_NUMEL):
+                main_dtype = torch.promote_types(dtype, torch.float32)
+                bucket = Bucket(group, self.ctx.axis(axis_name), self.sharding, main_dtype)
+                for p in group:
+                    p.accumulate = self._accumulator(p, bucket)
+                    p.register_post_accumulate_grad_hook(_collect)  # type: ignore[arg-type]
+                yield bucket
 
-    @staticmethod
-    def _collect(parameter: ShardedParameter) -> None:
-        """Move what autograd produced into the accumulated gradient, in that one's precision."""
-        if parameter.grad is not None:  # None: the schedule deferred it, and the queue accumulates it later
-            accumulate(parameter, parameter.grad)
-            parameter.grad = None
+    def _accumulator(self, parameter: ShardedParameter, bucket: Bucket) -> Callable[[Tensor], None]:
+        return lambda grad: bucket.accumulate(parameter, grad, self._num_microbatches)
 
-    def end_microbatch(self) -> None:
-        """With sharded gradients, reduce what this micro-batch left, so that only ranges are kept."""
-        if self.strategy == "optim_grads":
-            self._reduce_all()
+    def begin_step(self, num_microbatches: int) -> None:
+        """Forget the gradients of the last step; every parameter will get one from each micro-batch."""
+        self._num_microbatches = num_microbatches
+        for bucket in self.buckets:
+            bucket.zero()
 
     def reduce(self) -> None:
-        """After the last micro-batch: gradients become those of the global batch."""
-        if self.strategy != "optim_grads":
-            self._reduce_all()
-
-    def _reduce_all(self) -> None:
+        """After the stage's last micro-batch: begin what has not begun by itself."""
         for bucket in self.buckets:
-            bucket.reduce()
+            bucket.start_reduce()
 
-    def sum_copies(self) -> None:
-        """Once all stages are reduced: tied tensors get the gradients of both stages that hold them."""
+    def finish(self) -> None:
+        """Once all stages are done: wait; tied tensors get the gradients of both stages that hold them."""
+        for bucket in self.buckets:
+            bucket.finish_reduce()
         for bucket in self.buckets:
             bucket.sum_copies(self.ctx.ends)
 
     def gather_weights(self) -> None:
-        """After the optimizer's step."""
+        """After the optimizer's step: whole weights again, or, where parameters are sharded, none until their use."""
         for bucket in self.buckets:
-            bucket.gather_weights()
-
-    def zero(self) -> None:
-        """Before the first micro-batch."""
-        for bucket in self.buckets:
-            bucket.zero()
+            if self.sharding.parameters:
+                bucket.release()
+            else:
+                bucket.collect_weights()
 
     def pieces(self) -> list[Piece]:
         """All that this rank's optimizer owns."""
         return [piece for bucket in self.buckets for piece in bucket.pieces(self.ctx)]
+
+
+def _collect(parameter: ShardedParameter) -> None:
+    """Move what autograd produced into the accumulated gradient, in that one's precision."""
+    if parameter.grad is not None:  # None: the schedule deferred it, and the queue accumulates it later
+        parameter.accumulate(parameter.grad)
+        parameter.grad = None
+
+
+class _ReleaseAfterBackward(torch.autograd.Function):
+    """Identity at the entrance of a unit: when the backward pass comes out here, the weights are done with."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, unit: list[Bucket]) -> Tensor:
+        ctx.unit = unit  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        for bucket in ctx.unit:  # type: ignore[attr-defined]
+            bucket.release()
+        return grad, None
+
+
+class _GatherBeforeBackward(torch.autograd.Function):
+    """Identity at the exit of a unit: when the backward pass enters here, the weights are needed again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, y: Tensor, unit: list[Bucket]) -> Tensor:
+        ctx.unit = unit  # type: ignore[attr-defined]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        for bucket in ctx.unit:  # type: ignore[attr-defined]
+            bucket.gather()
+        return grad, None
+
+
+def with_weights(unit: list[Bucket], run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a part of the model whose weights are sharded: gather, run, release; and so again in the backward pass."""
+    for bucket in unit:
+        bucket.gather()
+    y = _GatherBeforeBackward.apply(run(_ReleaseAfterBackward.apply(x, unit)), unit)  # type: ignore[arg-type]
+    for bucket in unit:
+        bucket.release()
+    return y  # type: ignore[return-value]
 
 
 def _cut(parameters: list[ShardedParameter], limit: int) -> Iterator[list[ShardedParameter]]:

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
-from megatron_moe.parallel.weight_gradients import WeightGradientQueue, accumulate
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
 
 class _DeferrableLinear(torch.autograd.Function):
@@ -39,7 +39,7 @@ class _DeferrableLinear(torch.autograd.Function):
             return grad.flatten(0, -2).T.matmul(x.flatten(0, -2)).view(parameter.shape)
 
         if queue.deferring:
-            queue.push(lambda: accumulate(parameter, weight_gradient()))
+            queue.push(lambda: parameter.accumulate(weight_gradient()))
             return grad_x, None, None
         return grad_x, weight_gradient(), None
 

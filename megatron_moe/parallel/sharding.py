@@ -5,6 +5,7 @@ Initialisation, gradient reduction, gradient norm, checkpoint and conversion all
     logical tensor  --slices-->  this rank's piece  --sum over spec.sum_axis-->  gradient of the piece
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -100,10 +101,16 @@ class ShardSpec:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that knows its placement. ``main_grad`` is this piece's accumulated gradient."""
+    """A parameter that knows its placement.
+
+    Attributes:
+        main_grad: this piece's accumulated gradient, float32 or float64.
+        accumulate: adds a gradient to it; may begin the reduction of the bucket it completes.
+    """
 
     spec: ShardSpec
     main_grad: Tensor
+    accumulate: Callable[[Tensor], None]
 
     def __new__(cls, data: Tensor, spec: ShardSpec) -> "ShardedParameter":
         parameter = torch.Tensor._make_subclass(cls, data, True)

@@ -25,8 +25,14 @@ def context_positions(seq_length: int, cp: int, cp_rank: int) -> Tensor:
     """[S / cp] logical positions of a context-parallel rank: chunks i and 2 cp - 1 - i of 2 cp equal ones."""
     if cp == 1:
         return torch.arange(seq_length)
+    early, late = context_chunks(cp_rank, cp)
     chunks = torch.arange(seq_length).view(2 * cp, -1)
-    return torch.cat([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])
+    return torch.cat([chunks[early], chunks[late]])
+
+
+def context_chunks(cp_rank: int, cp: int) -> tuple[int, int]:
+    """The two chunks, of 2 cp equal ones, of a context-parallel rank."""
+    return cp_rank, 2 * cp - 1 - cp_rank
 
 
 class SequenceLayout:
@@ -110,6 +116,18 @@ class TokenBatch:
         seq_length = self.layout.seq_length
         positions = torch.arange(seq_length, device=self.sample_ids_B.device)
         return self.sample_ids_B.unsqueeze(0) * seq_length + positions.unsqueeze(1)
+
+    @cached_property
+    def document_bounds(self) -> list[list[tuple[int, int]]] | None:
+        """[2 cp][B] lowest and highest document of each context-parallel chunk, on the host; None without documents.
+
+        Waits for the device, once per micro-batch.
+        """
+        if self.documents_SB is None:
+            return None
+        chunks_ZcB = self.documents_SB.unflatten(0, (2 * self.layout.ctx.cp.size, -1))
+        lowest_ZB, highest_ZB = chunks_ZcB.amin(1).tolist(), chunks_ZcB.amax(1).tolist()
+        return [list(zip(low, high, strict=True)) for low, high in zip(lowest_ZB, highest_ZB, strict=True)]
 
     def local(self, whole_SB: Tensor) -> Tensor:
         """The rows of a whole-sequence tensor that this rank's residual stream holds."""

@@ -10,17 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from megatron_moe.parallel.sharding import ShardedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def accumulate(parameter: ShardedParameter, grad: Tensor) -> None:
-    """Add a gradient to the parameter's accumulated one, in that one's (possibly higher) precision."""
-    parameter.main_grad.add_(grad)
 
 
 class WeightGradientQueue:

@@ -158,8 +158,6 @@ class Runtime:
                 flight.output_grads[action.stage - 1, action.microbatch] = x_grad
             else:
                 flight.input_grads[key] = x_grad
-        if action.kind is Kind.B:
-            stage.reducer.end_microbatch()
 
     def _weight(
         self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
@@ -167,7 +165,6 @@ class Runtime:
         stage = self.stages[action.stage]
         assert stage.queue is not None
         stage.queue.drain_one()
-        stage.reducer.end_microbatch()
 
     def _send(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         key = (action.stage, action.microbatch)

@@ -15,7 +15,8 @@ from megatron_moe.model.flops import ForwardFlops
 from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.gradients import GradientReducer, Piece
+from megatron_moe.parallel.buckets import Piece
+from megatron_moe.parallel.gradients import GradientReducer
 from megatron_moe.parallel.sharding import ShardedParameter, sharded_parameters
 from megatron_moe.parallel.tokens import SequenceLayout
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
@@ -109,8 +110,9 @@ def build_machine(config: Config, ctx: ParallelContext) -> Machine:
             embedding=first.module.embedding if first is not None else None,  # type: ignore[arg-type]
             queue=queue,
         )
-        parameters = sharded_parameters(module).values()
-        reducer = GradientReducer(parameters, ctx, parallel.data_parallel_sharding_strategy)
+        reducer = GradientReducer(module.units(), ctx, parallel.data_parallel_sharding_strategy)
+        if reducer.sharding.parameters:
+            module.use_sharded_weights(reducer.units)
         stages[number] = Stage(module, reducer, queue)
     layout = SequenceLayout(config.data.seq_length, ctx, parallel.sequence_parallel)
     shape = (len(layout.local_S), training.micro_batch_size, config.model.hidden_size)

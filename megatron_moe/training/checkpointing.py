@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_moe.checkpoint import entries_of, find_latest, load_checkpoint, read_config_text, save_checkpoint
 from megatron_moe.config import compare, from_dict
 from megatron_moe.config.schema import Config
-from megatron_moe.parallel.gradients import Piece
+from megatron_moe.parallel.buckets import Piece
 from megatron_moe.training.build import Machine
 from megatron_moe.training.launch import is_main_rank
 

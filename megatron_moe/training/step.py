@@ -83,12 +83,12 @@ def train_step(machine: Machine, batches: Sequence[Batch], iteration: int, learn
     tokens = token_batches(batches, machine, iteration, training=True)
     for stage in machine.stages.values():
         stage.module.train()
-        stage.reducer.zero()
+        stage.reducer.begin_step(len(tokens))
     for gate in machine.gates.values():
         gate.statistics.clear()
     loss_part = machine.runtime.run(machine.schedule(len(tokens), training=True), tokens)
     for stage in machine.stages.values():
-        stage.reducer.sum_copies()
+        stage.reducer.finish()
     loss, norm = total_loss(loss_part, machine), gradient_norm(machine.pieces, machine.ctx)
     if machine.config.training.check_for_nan_in_loss_and_grad:
         _check_finite(loss, norm, machine, iteration, tokens)
