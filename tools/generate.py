@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-new-tokens", type=int, default=100)
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
     made.add_argument("--top-k", type=int, default=0, help="choose among so many most likely tokens; 0: all")
-    made.add_argument("--top-p", type=float, default=0.95, help="choose among the most likely tokens with this much probability")
+    made.add_argument("--top-p", type=float, default=0.95, help="choose among the likeliest, up to this probability")
     made.add_argument("--seed", type=int, default=1)
     return made
 

@@ -1,9 +1,9 @@
 """Success and failure are common to all ranks: what one rank meets, every rank raises.
 
-    one rank:  disk full                     every rank:  CheckpointError("rank 3: cannot write ...: No space left ...")
+    rank 3 meets a full disk  ->  every rank raises CheckpointError("cannot write ...: No space left on device ...")
 
-Without this a rank that fails leaves the others waiting in a collective. The objects that travel here are made by the
-ranks themselves; nothing of it comes from a file.
+Without this a rank that fails leaves the others waiting in a collective. The objects that travel here are
+made by the ranks themselves; nothing of it comes from a file.
 """
 
 import traceback

@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes: how a ZeRO range, which cuts through rows, becomes part of a logical tensor.
+"""A range of a flattened tensor as boxes: how a ZeRO range that cuts through rows fits into a logical tensor.
 
 shape (3, 4), elements [2, 9):     . . a a      (0, 2) + (1, 2)   tail of a row
                                    b b b b      (1, 0) + (1, 4)   whole rows
@@ -11,7 +11,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Region]:
-    """Elements [start, stop) of a row-major tensor as disjoint boxes (offsets, sizes), in order of the elements.
+    """Elements [start, stop) of a row-major tensor as disjoint boxes (offsets, sizes), in order.
 
     Each box is contiguous in the flattened tensor; there are at most 2 * dims - 1 of them.
     """

@@ -51,9 +51,7 @@ def read_checksums(folder: Path) -> dict[str, Stamp]:
     with reading(path):
         text = path.read_bytes()
     try:
-        found = {
-            name: Stamp(int(stamp["length"]), str(stamp["crc32"])) for name, stamp in json.loads(text).items()
-        }
+        found = {name: Stamp(int(stamp["length"]), str(stamp["crc32"])) for name, stamp in json.loads(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}).") from error
     if any(Path(name).name != name for name in found):

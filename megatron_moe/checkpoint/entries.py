@@ -1,12 +1,12 @@
 """What a checkpoint holds: logical tensors, and the boxes of them that this rank holds and writes.
 
-    Piece: elements [start, stop) of the flattened local piece          (parallel/gradients.py)
+    Piece: elements [start, stop) of the flattened local piece          (parallel/buckets.py)
       -> boxes of the local piece                                       (boxes.py)
       -> minus padding, plus the place of the piece in the logical tensor
       = boxes of the logical tensor, each a view into this rank's memory
 
 Names: ``model.<parameter>``, ``model.<buffer>``, ``optimizer.<state>.<parameter>``. Every rank loads all that it holds;
-exactly one of the replicas of an element writes it, and large pieces are written by several replicas, a part each.
+exactly one of the replicas of an element writes it; several replicas share the writing of a large piece, a part each.
 """
 
 import zlib
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.checkpoint.boxes import boxes, clip
+from megatron_moe.parallel.buckets import Piece
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.gradients import Piece
 from megatron_moe.parallel.layout import GROUP_AXES, MeshSizes, coordinates
 
 PART_NUMEL = 1 << 20  # a piece of more elements is written by several of its replicas
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Entry:
-    """One logical tensor: what this rank holds of it (to load), and the part that it is this rank's to write."""
+    """One logical tensor: what this rank holds of it (to load), and which part is this rank's to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,10 +55,10 @@ def entries_of(
     """The entries of a model and its optimizer on this rank.
 
     Args:
-        pieces: all that this rank's optimizer owns. With sharded optimizer state the weights outside of it are not
-            part of the entries: gather them after loading (``GradientReducer.gather_weights``).
-        optimizer_state: flat tensors [stop - start] of a piece by name. One that is the weight itself (a master
-            weight of the model's own type) is not stored a second time.
+        pieces: all that this rank's optimizer owns. With sharded optimizer state the weights outside of it
+            are not part of the entries: gather them after loading (``GradientReducer.gather_weights``).
+        optimizer_state: flat tensors [stop - start] of a piece by name. One that is the weight itself (a
+            master weight of the model's own type) is not stored a second time.
         buffers: tensors by logical name that all ranks of the pipeline stage hold alike.
     """
     found: list[Entry] = []
@@ -91,10 +91,8 @@ def _entry(prefix: str, flat: Tensor, piece: Piece, ctx: ParallelContext) -> Ent
     return Entry(name, spec.shape, flat.dtype, held, written)
 
 
-def _boxes_of(
-    flat: Tensor, base: int, start: int, stop: int, piece: Piece, ctx: ParallelContext
-) -> tuple[Box, ...]:
-    """Elements [start, stop) of a local piece, whose element ``base`` is ``flat[0]``, as boxes of the logical tensor."""
+def _boxes_of(flat: Tensor, base: int, start: int, stop: int, piece: Piece, ctx: ParallelContext) -> tuple[Box, ...]:
+    """Elements [start, stop) of a local piece as boxes of the logical tensor; element ``base`` is ``flat[0]``."""
     spec = piece.parameter.spec
     origin = [s.start for s in spec.storage_slices(ctx)]
     limits = tuple(s.stop - s.start for s in spec.logical_slices(ctx))
@@ -113,8 +111,8 @@ def _boxes_of(
 def share(start: int, stop: int, index: int, count: int, salt: int, part_numel: int) -> tuple[int, int]:
     """The range of [start, stop) that replica ``index`` of ``count`` writes; empty if it has none.
 
-    The range is cut into equal parts of about ``part_numel`` elements, at most one a replica; the salt says which
-    replica has the first, so that small tensors spread too.
+    The range is cut into equal parts of about ``part_numel`` elements, at most one a replica; the salt says
+    which replica has the first, so that small tensors spread too.
     """
     num_parts = max(1, min(count, -(-(stop - start) // part_numel)))
     part = (index - salt) % count
@@ -132,9 +130,7 @@ def _replica(piece: Piece, ctx: ParallelContext) -> tuple[int, int]:
     """(index, count) of this rank among those whose optimizer owns the same elements."""
     spec = piece.parameter.spec
     axes = [axis for axis, _ in spec.shards]
-    if piece.replicas != spec.num_replicas(
-        ctx
-    ):  # the optimizer's state is cut over the ranks of the sum, too
+    if piece.replicas != spec.num_replicas(ctx):  # the optimizer's state is cut over the ranks of the sum, too
         axes.append(spec.sum_axis)
     ranks = _same_place(ctx.sizes, ctx.stage.ranks, ctx.rank, tuple(axes))
     assert len(ranks) == piece.replicas, f"{spec.name}: {len(ranks)} ranks hold what {piece.replicas} should"
@@ -142,9 +138,7 @@ def _replica(piece: Piece, ctx: ParallelContext) -> tuple[int, int]:
 
 
 @cache
-def _same_place(
-    sizes: MeshSizes, ranks: tuple[int, ...], rank: int, axes: tuple[str, ...]
-) -> tuple[int, ...]:
+def _same_place(sizes: MeshSizes, ranks: tuple[int, ...], rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Those of the ranks that have this rank's place on all of the axes."""
 
     def place(other: int) -> list[int]:

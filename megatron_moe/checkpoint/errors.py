@@ -16,8 +16,8 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}. Nothing that was saved before is lost. Free some space, "
-            f"mend the permissions, or give another folder in --save."
+            f"cannot write {path}: {error.strerror or error}. Nothing that was saved before is lost. Free some "
+            f"space, mend the permissions, or give another folder in --save."
         ) from error
 
 
@@ -28,6 +28,6 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {path}: {error.strerror or error}. Every rank must see the folder under this path and may need "
-            f"permission; --ckpt-step loads another iteration."
+            f"cannot read {path}: {error.strerror or error}. Every rank must see the folder under this path and "
+            f"be allowed to read it; --ckpt-step loads another iteration."
         ) from error

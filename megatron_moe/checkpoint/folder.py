@@ -1,12 +1,13 @@
-"""Checkpoints in a folder: their names, and the steps by which a new one appears, so that a kill at any moment is harmless.
+"""Checkpoints in a folder: their names, and how a new one appears so that a kill at any moment is harmless.
 
     SAVE/iter_0000100.tmp-3f2a91c0/     1. written here, synced, measured
     SAVE/iter_0000100.replaced/         2. only if this iteration was saved before: that one steps aside
     SAVE/iter_0000100/                  3. renamed: from here on it counts
     SAVE/latest_checkpointed_iteration.txt   4. renamed over the old one
 
-Killed before 3, the checkpoints before it are untouched; between 2 and 3, the one set aside still counts, under its
-own iteration. What a kill leaves over is removed at the next save. Renaming is atomic on local file systems, NFS and Lustre.
+Killed before 3, the checkpoints before it are untouched; between 2 and 3, the one set aside still counts,
+under its own iteration. What a kill leaves over is removed at the next save. Renaming is atomic on local file
+systems, NFS and Lustre.
 """
 
 import os
@@ -48,16 +49,14 @@ def checkpoint_path(folder: str | Path, iteration: int) -> Path:
         if path.is_dir():
             return path
     there = ", ".join(map(str, saved_iterations(folder))) or "none"
-    raise CheckpointError(
-        f"{folder} holds no checkpoint of iteration {iteration}. Iterations there: {there}."
-    )
+    raise CheckpointError(f"{folder} holds no checkpoint of iteration {iteration}. Iterations there: {there}.")
 
 
 def find_latest(folder: str | Path) -> int | None:
     """The iteration that ``latest_checkpointed_iteration.txt`` names, else the last one there is, else None.
 
     Raises:
-        CheckpointError: the file names a checkpoint that is not there, or nothing that can be read as a number.
+        CheckpointError: the file names a checkpoint that is not there, or is no number.
     """
     path = Path(folder) / LATEST_FILE
     saved = saved_iterations(folder)
@@ -66,13 +65,11 @@ def find_latest(folder: str | Path) -> int | None:
     with reading(path):
         text = path.read_text(errors="replace").strip()
     if not text.isascii() or not text.isdigit():
-        raise CheckpointError(
-            f"{path} holds {text[:40]!r} instead of an iteration. Iterations there: {saved}."
-        )
+        raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration. Iterations there: {saved}.")
     if int(text) not in saved:
         raise CheckpointError(
-            f"{path} names iteration {text}, which is not there. Iterations there: {saved}. Choose one with --ckpt-step, "
-            f"or remove the file to take the last one."
+            f"{path} names iteration {text}, which is not there. Iterations there: {saved}. Choose one with "
+            f"--ckpt-step, or remove the file to take the last one."
         )
     return int(text)
 
@@ -124,14 +121,15 @@ def commit(written: Path, folder: str | Path, iteration: int) -> Path:
 
 
 def discard(written: Path) -> None:
-    """Give back the space of a checkpoint that could not be finished; what resists is left to the next save."""
+    """Give back the space of a checkpoint that could not be finished; the next save removes what resists."""
     shutil.rmtree(written, ignore_errors=True)
 
 
 def prune(folder: str | Path, iteration: int, keep_last: int) -> None:
     """Remove all but the newest ``keep_last`` checkpoints up to the one just saved.
 
-    Later iterations are those of a run that was abandoned when an earlier one was loaded; they are the user's to remove.
+    Later iterations are those of a run that was abandoned when an earlier one was loaded; removing them is
+    the user's choice.
     """
     folder = Path(folder)
     for old in [i for i in saved_iterations(folder) if i <= iteration][:-keep_last]:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: where each box of each logical tensor lies. JSON, checked on reading; never a pickle.
+"""The index of a checkpoint: where each box of each logical tensor lies. JSON, checked on reading; no pickle.
 
     {"format": "megatron-moe checkpoint", "version": 1,
      "tensors": {"model.layers.0.attention.output.weight": {"dtype": "F32", "shape": [32, 32], "chunks": [
@@ -84,9 +84,7 @@ def read_index(folder: Path) -> Metadata:
     try:
         index = json.loads(text)
         if not isinstance(index, dict) or {key: index.get(key) for key in FORMAT} != FORMAT:
-            raise CheckpointError(
-                f"{path} is not the index of a checkpoint that this version can read ({FORMAT})."
-            )
+            raise CheckpointError(f"{path} is not the index of a checkpoint that this version can read ({FORMAT}).")
         return _metadata(index["tensors"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):

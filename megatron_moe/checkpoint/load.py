@@ -45,17 +45,15 @@ def load_checkpoint(
         The scalars it was saved with.
 
     Raises:
-        CheckpointError: on every rank: there is none, it is damaged (naming the newest older one that is not), or it
-            does not fit the model (listing all that does not). No tensor has been touched then.
+        CheckpointError: on every rank: there is none, it is damaged (naming the newest older one that is
+            not), or it does not fit the model (listing all that does not). No tensor has been touched then.
     """
     path = on_first_rank(ctx, lambda: _resolve(folder, iteration))
     if verify:
         share = slice(ctx.world.rank, None, ctx.world.size)
         problems = [p for found in on_all_ranks(ctx, lambda: damage(path, share)) for p in found]
         if problems:
-            raise CheckpointError(
-                on_first_rank(ctx, lambda: _damaged(list(dict.fromkeys(problems)), folder, path))
-            )
+            raise CheckpointError(on_first_rank(ctx, lambda: _damaged(list(dict.fromkeys(problems)), folder, path)))
     metadata = on_all_ranks(ctx, lambda: read_index(path))[ctx.world.rank]
     prefix = MODEL if weights_only else ""
     with failures_of_dcp(), warnings.catch_warnings():
@@ -80,13 +78,9 @@ def _resolve(folder: str | Path, iteration: int | None) -> Path:
 
 def _damaged(problems: list[str], folder: str | Path, path: Path) -> str:
     """The message for a damaged checkpoint, with the way out."""
-    older = [
-        i for i in folders.saved_iterations(folder) if folders.checkpoint_path(folder, i).name < path.name
-    ]
+    older = [i for i in folders.saved_iterations(folder) if folders.checkpoint_path(folder, i).name < path.name]
     whole = next((i for i in reversed(older) if not damage(folders.checkpoint_path(folder, i))), None)
     advice = "There is no older one that is whole."
     if whole is not None:
-        advice = (
-            f"The newest older one that is whole is of iteration {whole}: load it with --ckpt-step {whole}."
-        )
+        advice = f"The newest older one that is whole is of iteration {whole}: load it with --ckpt-step {whole}."
     return "\n".join([f"the checkpoint {path} cannot be trusted:", *(f"  {p}" for p in problems), advice])

@@ -1,8 +1,11 @@
-"""Who writes and reads what: entries as the items of ``torch.distributed.checkpoint``, which does the resharding.
+"""Who writes and reads what: entries as items of ``torch.distributed.checkpoint``, which does the resharding.
 
-save   boxes that are this rank's to write -> WriteItems; the coordinator proves that they fill every tensor once
-load   boxes that this rank holds -> ReadItems from the stored chunks that they meet (torch's algorithm);
-       the coordinator compares names, shapes and types of the whole model with the checkpoint, before a byte is read
+    save   boxes that are this rank's to write -> WriteItems;
+           the coordinator proves that they fill every tensor once
+    load   boxes that this rank holds -> ReadItems from the stored chunks that they meet (torch's algorithm);
+           the coordinator first compares names, shapes and types of the whole model with the checkpoint
+
+The state dict that torch's functions take stays empty: the planners have the entries.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class EntrySavePlanner(DefaultSavePlanner):
-    """Plans the writing of entries; that all plans together fill each tensor exactly once is checked by torch's planner."""
+    """Plans the writing of entries; torch's planner checks that all plans together fill each tensor once."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -52,9 +55,7 @@ class EntrySavePlanner(DefaultSavePlanner):
             properties, size = TensorProperties(dtype=entry.dtype), torch.Size(entry.shape)
             for box in entry.written:
                 data = TensorWriteData(_chunk(box), properties, size)
-                items.append(
-                    WriteItem(MetadataIndex(entry.name, box.offsets), WriteItemType.SHARD, tensor_data=data)
-                )
+                items.append(WriteItem(MetadataIndex(entry.name, box.offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
@@ -67,7 +68,8 @@ class EntryLoadPlanner(DefaultLoadPlanner):
     """Plans the reading of entries.
 
     Args:
-        strict: a tensor that is in the checkpoint or in the model alone is an error. Another shape or type always is.
+        strict: a tensor that only the checkpoint or only the model has is an error. Another shape or type
+            always is.
         prefix: only tensors of this part of the checkpoint count.
         where: the checkpoint, for messages.
     """

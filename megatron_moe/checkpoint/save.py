@@ -28,7 +28,7 @@ def save_checkpoint(
     ctx: ParallelContext,
     keep_last: int | None = None,
 ) -> Path:
-    """Write a checkpoint; call it on all ranks. The folder must be the same on all of them (a shared file system).
+    """Write a checkpoint; call it on all ranks, which must see the same folder (a shared file system).
 
     Args:
         folder: holds the checkpoints of a run; made if it is not there.

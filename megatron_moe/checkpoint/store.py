@@ -3,7 +3,8 @@
     rank_00003.safetensors   [8 bytes: length of header][header: JSON][chunk][chunk]...
 
 The header follows from the plan alone, so chunks stream from the device through a buffer of bounded size. Any
-safetensors reader opens the files; a chunk is named ``<logical name>@<offsets>``. Nothing in them can be executed.
+safetensors reader opens the files; a chunk is named ``<logical name>@<offsets>``. Nothing in them can be
+executed.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -46,7 +47,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes the chunks of this rank; the coordinator adds the index, the other texts, and the checksums of all.
+    """Writes the chunks of this rank; the coordinator adds the index, the other texts, and all checksums.
 
     Args:
         path: folder of the checkpoint in the making; it exists.
@@ -79,7 +80,7 @@ class CheckpointWriter(StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write all that is not tensors, see that every file has its length, and sync the folder."""
+        """On the coordinator: write all that is not tensors, look at the length of every file, sync the folder."""
         written = {result.index: result.storage_data for rank in results for result in rank}
         stamps = {w.location.file: w.stamp for w in written.values()}
         texts = {**self.texts, INDEX_FILE: index_text(metadata, {i: w.location for i, w in written.items()})}
@@ -92,9 +93,7 @@ class CheckpointWriter(StorageWriter):
             with writing(self.path / name):
                 found = os.stat(self.path / name).st_size
             if found != stamp.length:
-                raise CheckpointError(
-                    f"{self.path / name} has {found} bytes after {stamp.length} were written."
-                )
+                raise CheckpointError(f"{self.path / name} has {found} bytes after {stamp.length} were written.")
         with writing(self.path):
             sync_folder(self.path)
 
@@ -152,7 +151,13 @@ def _blocks(tensor: Any) -> Iterator[memoryview]:
     """The bytes of a tensor, at most a buffer's worth at a time in host memory."""
     flat = tensor.reshape(-1)
     for block in flat.split(BUFFER_BYTES // flat.element_size()):
-        yield memoryview(block.cpu().contiguous().view(torch.uint8).numpy())
+        yield _bytes_of(block.cpu().contiguous())
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat tensor."""
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 class CheckpointReader(StorageReader):
@@ -160,11 +165,11 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path, self.metadata = path, metadata
-        self.sizes = {
-            MetadataIndex(name, chunk.offsets): (chunk.sizes, tensor.properties.dtype)
-            for name, tensor in metadata.state_dict_metadata.items()
-            for chunk in tensor.chunks  # type: ignore[union-attr]  # the index holds tensors alone
-        }
+        self.sizes: dict[MetadataIndex, tuple[torch.Size, torch.dtype]] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), f"{name}: the index holds tensors alone"
+            for chunk in tensor.chunks:
+                self.sizes[MetadataIndex(name, chunk.offsets)] = chunk.sizes, tensor.properties.dtype
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items, file by file in the order of their bytes."""
@@ -186,9 +191,7 @@ class CheckpointReader(StorageReader):
         """The index, read before."""
         return self.metadata
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -233,7 +236,7 @@ def read_box(
         part = target[first : first + step]
         rows = torch.empty((part.shape[0], *sizes[1:]), dtype=dtype)
         stream.seek(start + (offsets[0] + first) * row_bytes)
-        data = memoryview(rows.view(-1).view(torch.uint8).numpy())
+        data = _bytes_of(rows.view(-1))
         if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise CheckpointError(f"{stream.name} is damaged: it ends before its index says.")
         part.copy_(rows[(slice(None), *inner)])

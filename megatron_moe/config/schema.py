@@ -42,7 +42,9 @@ class ModelConfig:
     )
     add_qkv_bias: bool = flag(False, "Bias in the query, key and value projections only.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
-    untie_embeddings_and_output_weights: bool = flag(False, "An output layer of its own instead of the embedding's weights.")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "An output layer of its own instead of the embedding's weights."
+    )
     position_embedding_type: str = flag("rope", "Position information.", choices=("rope", "none"))
     rotary_base: float = flag(10000.0, "Base (theta) of the rotary frequencies.")
     rotary_percent: float = flag(1.0, "Share of a head's channels that is rotated.")
@@ -208,7 +210,9 @@ class ParallelConfig:
         False, "Cut the sequence over tp between the matrices. Switched on by MoE with tp > 1, and said."
     )
     cp_comm_type: str = flag(
-        "allgather", "Context parallelism: gather keys and values, or pass them round a ring.", choices=("allgather", "p2p")
+        "allgather",
+        "Context parallelism: gather keys and values, or pass them round a ring.",
+        choices=("allgather", "p2p"),
     )
     pipeline_schedule: str = flag("1f1b", "Pipeline schedule.", registry="schedules")
     num_virtual_stages_per_pipeline_rank: int | None = flag(
@@ -305,7 +309,9 @@ class TrainingConfig:
         synonyms={"--bf16": "bfloat16"},
     )
     recompute_granularity: str | None = flag(
-        None, "Recompute activations in the backward pass: whole layers, or the modules named.", choices=("full", "selective")
+        None,
+        "Recompute activations in the backward pass: whole layers, or the modules named.",
+        choices=("full", "selective"),
     )
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
@@ -341,6 +347,9 @@ class LoggingConfig:
     wandb_project: str | None = flag(None, "Weights & Biases project; WANDB_MODE=offline works.")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.")
     wandb_save_dir: str | None = flag(None, "Folder of Weights & Biases' files. Default: below --save.")
+    profile_schedule: int | None = flag(
+        None, "Record in this iteration what each pipeline rank does when, into schedule.jsonl below --save."
+    )
     peak_tflops: float | None = flag(
         None, "Peak TFLOP/s of one device, for MFU. Default: a table of GPUs; measured once on a CPU."
     )

@@ -134,7 +134,7 @@ class Decoder(nn.Module):
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
         for block, unit in zip_longest(self.layers.values(), self._sharded_units[1:]):
-            x_SBD = block(x_SBD, tokens) if unit is None else with_weights(unit, partial(block, tokens=tokens), x_SBD)
+            x_SBD = with_weights(unit or [], partial(block, tokens=tokens), x_SBD)
         return x_SBD
 
     def units(self) -> list[list[ShardedParameter]]:

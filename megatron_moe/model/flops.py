@@ -1,4 +1,4 @@
-"""FLOPs of the model, from its configuration (formulas 8.4): one multiply-add is two FLOPs, training is three forwards."""
+"""FLOPs of the model, from its configuration: one multiply-add is two FLOPs, training is three forwards."""
 
 from dataclasses import dataclass
 

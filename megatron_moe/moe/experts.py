@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from megatron_moe.config.schema import MoEConfig, ModelConfig
+from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
 from megatron_moe.parallel.context import ParallelContext

@@ -2,9 +2,9 @@
 
     x_SBD --router weight, float32--> logits_SBE --ROUTERS[...]--> Choice of this rank's tokens
 
-A decision that needs a whole logical group (expert choice, Sinkhorn, GShard, any capacity) is made on the gathered logits,
-the same on every rank of the group, and each rank keeps its own tokens. All other decisions are made where the token is.
-Balance losses need only sums: counts are added over the ranks that share a sequence.
+A decision that needs a whole logical group (expert choice, Sinkhorn, GShard, any capacity) is made on the gathered
+logits, the same on every rank of the group, and each rank keeps its own tokens. All other decisions are made where the
+token is. Balance losses need only sums: counts are added over the ranks that share a sequence.
 """
 
 from collections.abc import Callable
@@ -132,7 +132,13 @@ class Gate(nn.Module):
                 value_SBX = value_SBX.index_select(0, layout.local_S)
             return value_SBX.flatten(0, 1).unsqueeze(0)
 
-        return Choice(*(None if value is None else mine(value) for value in choice))
+        return Choice(
+            expert_ids_GTK=mine(choice.expert_ids_GTK),
+            weights_GTK=mine(choice.weights_GTK),
+            scores_GTE=mine(choice.scores_GTE),
+            chosen_ids_GTK=mine(choice.chosen_ids_GTK),
+            plain_ids_GTK=None if choice.plain_ids_GTK is None else mine(choice.plain_ids_GTK),
+        )
 
     def _losses(self, choice: Choice, logits_TE: Tensor, tokens: TokenBatch) -> dict[str, Tensor]:
         """This rank's part of each balance loss, over the routed tokens of the global batch, before coefficients."""

@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron_moe.config.schema import MoEConfig, ModelConfig
+from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.moe.capacity import slots_may_be_empty
 from megatron_moe.moe.dispatchers import build_dispatcher
 from megatron_moe.moe.experts import Experts

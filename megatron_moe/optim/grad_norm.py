@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_moe.parallel import collectives
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.buckets import Piece
+from megatron_moe.parallel.context import ParallelContext
 
 
 def squared_sums(pieces: Sequence[Piece], device: torch.device) -> Tensor:
@@ -30,7 +30,7 @@ def gradient_norm(pieces: Sequence[Piece], ctx: ParallelContext) -> float:
 
 
 def clip(pieces: Sequence[Piece], norm: float, max_norm: float) -> None:
-    """Scale all gradients so that the global norm is at most ``max_norm`` (Megatron's coefficient, 1e-6 in the divisor)."""
+    """Scale all gradients so that the global norm is at most ``max_norm`` (as Megatron: 1e-6 in the divisor)."""
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0:
         torch._foreach_mul_([p.grad for p in pieces], coefficient)

@@ -105,7 +105,7 @@ class Bucket:
             self.start_reduce()
 
     def start_reduce(self) -> None:
-        """Begin: partial sums -> sums, in place or of this rank's range. Other work may go on until ``finish_reduce``."""
+        """Begin: partial sums -> sums, in place or of this rank's range. Work may go on until ``finish_reduce``."""
         if self.reducing or _is_free(self.grads):
             return
         self.reducing = True

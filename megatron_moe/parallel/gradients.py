@@ -1,14 +1,14 @@
 """Gradient reduction and ZeRO sharding of one stage: what happens to gradients and weights, and when.
 
-    strategy              gradients are                          the optimizer steps      weights are
-    no_shard              all-reduced once per step              everything               whole
-    optim                 reduce-scattered once per step         its range                gathered once per step
-    optim_grads           reduce-scattered per micro-batch       its range                gathered once per step
-    optim_grads_params    reduce-scattered per micro-batch       its range                gathered around each use
+    strategy              gradients are                        the optimizer steps   weights are
+    no_shard              all-reduced once per step            everything            whole
+    optim                 reduce-scattered once per step       its range             gathered once per step
+    optim_grads           reduce-scattered per micro-batch     its range             gathered once per step
+    optim_grads_params    reduce-scattered per micro-batch     its range             gathered around each use
 
-Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as its last
-gradient is there and overlaps with the rest of the backward pass. Ranges that cut through parameters are boxes in logical
-coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
+Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as
+its last gradient is there and overlaps with the rest of the backward pass. Ranges that cut through parameters are
+boxes in logical coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ class GradientReducer:
     """The buckets of one stage.
 
     Args:
-        units: parameters by unit of the model (a layer; what is left). With sharded gradients or parameters a bucket never
-            mixes units, so that it is complete, or needed, when its unit is.
+        units: parameters by unit of the model (a layer; what is left). With sharded gradients or parameters a
+            bucket never mixes units, so that it is complete, or needed, when its unit is.
     """
 
     def __init__(
@@ -135,6 +135,8 @@ class _GatherBeforeBackward(torch.autograd.Function):
 
 def with_weights(unit: list[Bucket], run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a part of the model whose weights are sharded: gather, run, release; and so again in the backward pass."""
+    if not unit:
+        return run(x)
     for bucket in unit:
         bucket.gather()
     y = _GatherBeforeBackward.apply(run(_ReleaseAfterBackward.apply(x, unit)), unit)  # type: ignore[arg-type]

@@ -121,9 +121,10 @@ def all_groups(sizes: MeshSizes) -> list[tuple[int, ...]]:
 
 def describe(sizes: MeshSizes) -> str:
     """The topology as a table: one line a rank with its coordinates in both views, then each kind of group."""
+    indent = " " * len(f"world {sizes.world}")
     lines = [
         f"world {sizes.world} = pp {sizes.pp} x dp {sizes.dp} x cp {sizes.cp} x tp {sizes.tp}   (dense view)",
-        f"      {'':{len(str(sizes.world))}} = pp {sizes.pp} x edp {sizes.edp} x ep {sizes.ep} x etp {sizes.etp}   (expert view)",
+        f"{indent} = pp {sizes.pp} x edp {sizes.edp} x ep {sizes.ep} x etp {sizes.etp}   (expert view)",
         "",
         "rank    pp   dp   cp   tp  | edp   ep  etp",
     ]

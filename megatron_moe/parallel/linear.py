@@ -18,6 +18,8 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
+_DEFAULT = Initial()
+
 
 class _DeferrableLinear(torch.autograd.Function):
     """A linear whose backward computes the input's gradient and may leave the weight's in the queue."""
@@ -73,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         cut: int | None = 0,
         bias: bool = False,
-        initial: Initial = Initial(),
+        initial: Initial = _DEFAULT,
         queue: WeightGradientQueue | None = None,
     ) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ class RowParallelLinear(nn.Module):
         *,
         sequence_parallel: bool,
         bias: bool = False,
-        initial: Initial = Initial(),
+        initial: Initial = _DEFAULT,
         queue: WeightGradientQueue | None = None,
     ) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ class ShardSpec:
         for axis_name, dim in self.shards:
             axis = ctx.axis(axis_name)
             piece, start = slices[dim].stop - slices[dim].start, slices[dim].start
-            assert piece % axis.size == 0, f"{self.name}: {axis_name} {axis.size} does not cut dim {dim} of {self.shape}"
+            assert piece % axis.size == 0, f"{axis_name} {axis.size} does not cut dim {dim} of {self.name} {self.shape}"
             piece //= axis.size
             slices[dim] = slice(start + axis.rank * piece, start + (axis.rank + 1) * piece)
         return tuple(slices)

@@ -14,13 +14,20 @@ from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.flops import ForwardFlops
 from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.adamw import AdamW
-from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.buckets import Piece
+from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.gradients import GradientReducer
 from megatron_moe.parallel.sharding import ShardedParameter, sharded_parameters
 from megatron_moe.parallel.tokens import SequenceLayout
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
-from megatron_moe.pipeline import StageLayout, add_communication, add_grad_reduction, balance, make_schedule, parse_layout
+from megatron_moe.pipeline import (
+    StageLayout,
+    add_communication,
+    add_grad_reduction,
+    balance,
+    make_schedule,
+    parse_layout,
+)
 from megatron_moe.pipeline.actions import Schedule, stage_to_rank
 from megatron_moe.pipeline.runtime import Runtime, Stage, forward_only
 from megatron_moe.pipeline.schedules import SCHEDULES, chunks_per_rank
@@ -131,7 +138,7 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
         return replace(config, model=replace(config.model, vocab_size=vocab_size))
     if config.model.vocab_size < vocab_size:
         raise ValueError(
-            f"--vocab-size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}: ids would fall outside "
-            f"the model. Leave --vocab-size out, or give at least {vocab_size}."
+            f"--vocab-size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}: ids would fall "
+            f"outside the model. Leave --vocab-size out, or give at least {vocab_size}."
         )
     return config

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: what of it is stored, and what a stored configuration must have in common with this one."""
+"""Saving and resuming a run: what is stored, and what a stored configuration must have in common with this one."""
 
 import sys
 

@@ -1,7 +1,8 @@
 """Joining and leaving: process groups, and errors that every rank hears of.
 
-An error while setting up is gathered from all ranks and shown once, by rank 0, with the ranks it happened on; every rank then
-exits with the same status. A rank that never comes is waited for no longer than ``--distributed-timeout-minutes``.
+An error while setting up is gathered from all ranks and shown once, by rank 0, with the ranks it happened on; every
+rank then exits with the same status. A rank that never comes is waited for no longer than
+``--distributed-timeout-minutes``.
 """
 
 import hashlib
@@ -111,7 +112,8 @@ def check_same_everywhere(config_text: str) -> None:
     dist.all_gather_object(gathered, facts)
     problems: list[str | None] = [None] * len(gathered)
     for rank, other in enumerate(gathered):
-        differing = [f"{name} {other[name]} instead of {gathered[0][name]}" for name in facts if other[name] != gathered[0][name]]
+        expected = gathered[0]
+        differing = [f"{n} {other[n]} instead of {expected[n]}" for n in facts if other[n] != expected[n]]
         if differing:
             problems[rank] = "differs from rank 0 in " + "; ".join(differing) + ". Start all ranks alike."
     if any(problems):

@@ -1,11 +1,12 @@
 """The training loop, top to bottom: resume, step, report, evaluate, save, leave.
 
-State is the weights, the optimizer and one number, the consumed samples; everything else follows from the configuration.
+State is the weights, the optimizer and one number, the consumed samples; all else follows from the configuration.
 """
 
 import math
 import time
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron_moe.training import checkpointing
 from megatron_moe.training.batch_size import batch_size_at, run_length
 from megatron_moe.training.build import Machine, build_machine
 from megatron_moe.training.launch import is_main_rank, together
+from megatron_moe.training.profiling import recorded_schedule
 from megatron_moe.training.progress import Progress
 from megatron_moe.training.records import Record
 from megatron_moe.training.signals import StopRequest
@@ -51,11 +53,11 @@ class Run:
         self.total_iterations, total_samples = run_length(training)
         assert training.global_batch_size is not None
         self.learning_rate = LearningRate.of(config.optim, total_samples, training.global_batch_size)
-        self.datasets: Datasets = together(lambda: self._open_data())
+        self.datasets: Datasets = together(self._open_data)
         self.machine: Machine = together(lambda: build_machine(config, ctx))
         self.position = Position()
-        together(lambda: self._resume())
-        self.sinks: list[Sink] = together(lambda: self._open_sinks())
+        together(self._resume)
+        self.sinks: list[Sink] = together(self._open_sinks)
         self._saved_at = self.position.iteration
 
     def train(self) -> str:
@@ -88,11 +90,19 @@ class Run:
         batches = next(steps)
         batch_size = batch_size_at(self.config.training, self.position.consumed_samples)
         learning_rate = self.learning_rate.at(self.position.consumed_samples + batch_size)
-        result = train_step(self.machine, batches, self.position.iteration + 1, learning_rate)
+        iteration = self.position.iteration + 1
+        with self._profiled(iteration):
+            result = train_step(self.machine, batches, iteration, learning_rate)
         self.position.iteration += 1
         self.position.consumed_samples += batch_size
         if self.position.iteration % self.config.logging.log_interval == 0:
             self._report(result, learning_rate, batch_size, time.perf_counter() - start)
+
+    def _profiled(self, iteration: int) -> AbstractContextManager[None]:
+        if iteration != self.config.logging.profile_schedule:
+            return nullcontext()
+        path = Path(self.config.checkpoint.save or ".") / "schedule.jsonl"
+        return recorded_schedule(self.machine.runtime, self.ctx, path)
 
     def _report(self, result: StepResult, learning_rate: float, batch_size: int, seconds: float) -> None:
         statistics = collect(self.machine)
@@ -145,7 +155,8 @@ class Run:
         interval, iteration = self.config.checkpoint.save_interval, self.position.iteration
         due = leaving or iteration == self.total_iterations or bool(interval and iteration % interval == 0)
         if due and self.config.checkpoint.save is not None and self._saved_at != iteration:
-            checkpointing.save(self.machine, iteration, self.position.consumed_samples, dump(self.config, self.provenance))
+            text = dump(self.config, self.provenance)
+            checkpointing.save(self.machine, iteration, self.position.consumed_samples, text)
             self._saved_at = iteration
 
     def _resume(self) -> None:

@@ -1,6 +1,8 @@
 """From a checked configuration to the end of the run, with one clear word for everything that can go wrong."""
 
+import logging
 import os
+import platform
 import sys
 from dataclasses import replace
 
@@ -22,7 +24,13 @@ def train(resolved: Resolved) -> int:
     A problem while setting up is gathered and told once. One that strikes while training is told by the rank it struck,
     which then leaves; the launcher ends the others.
     """
-    ctx = launch.join(resolved.config)
+    # Warnings, such as of an empty validation split, are the same on every rank.
+    logging.basicConfig(format="%(levelname)s: %(message)s", level="WARNING" if launch.is_main_rank() else "ERROR")
+    try:
+        ctx = launch.join(resolved.config)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: a rank could not join the others: {error}", file=sys.stderr, flush=True)
+        return launch.EXIT_USER_ERROR
     launch.check_same_everywhere(dump(resolved.config))
     data = resolved.config.data
     tokenizer = launch.together(lambda: build_tokenizer(data.tokenizer_type, data.tokenizer_model))
@@ -41,7 +49,7 @@ def train(resolved: Resolved) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         where = f"{ctx.describe()}, last action {run.machine.runtime.current}"
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error on {where}: {error}{notes}", file=sys.stderr, flush=True)
+        print(f"error on {where}, host {platform.node()}: {error}{notes}", file=sys.stderr, flush=True)
         if dist.is_initialized():
             os._exit(EXIT_FAILED)  # leaving the group in order would wait for ranks that wait for this one
         return EXIT_FAILED

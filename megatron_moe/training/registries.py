@@ -34,7 +34,8 @@ def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
     if world_size % ranks or training.global_batch_size is None:
         return  # said elsewhere
     per_step = training.micro_batch_size * (world_size // ranks)
-    problems = schedule_problems(parallel.pipeline_schedule, pp, max(training.global_batch_size // per_step, 1), virtual)
+    num_microbatches = max(training.global_batch_size // per_step, 1)
+    problems = schedule_problems(parallel.pipeline_schedule, pp, num_microbatches, virtual)
     yield from problems
     if problems:
         return
@@ -44,8 +45,8 @@ def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
         yield from _layout_rules(text, config.model.num_layers, pp, num_stages)
     elif num_stages > config.model.num_layers + 2:
         yield (
-            f"--pipeline-model-parallel-size {pp} with --pipeline-schedule {parallel.pipeline_schedule} makes {num_stages} "
-            f"stages, more than --num-layers {config.model.num_layers} can fill; use at most {config.model.num_layers}."
+            f"--pipeline-model-parallel-size {pp} with --pipeline-schedule {parallel.pipeline_schedule} makes "
+            f"{num_stages} stages, more than --num-layers {config.model.num_layers} can fill; use fewer."
         )
 
 

@@ -1,7 +1,7 @@
 """What happened in the MoE layers during a step: loads, drops, entropy, balance losses, for the whole model.
 
-Every gate leaves sums per micro-batch; here they are added over micro-batches and ranks by one reduction of fixed shape, so that
-a stage without MoE layers takes part like all others.
+Every gate leaves sums per micro-batch; here they are added over micro-batches and ranks by one reduction of fixed
+shape, so that a stage without MoE layers takes part like all others.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class MoEStatistics:
     bias_range_L: Tensor
 
     def scalars(self) -> dict[str, float]:
-        """Numbers for a record: balance losses by name, dropped share, mean entropy, mean gate, imbalance, bias range."""
+        """Numbers for a record: balance losses, dropped share, mean entropy, mean gate, imbalance, bias range."""
         if not self.layers:
             return {}
         chosen = self.chosen_LE.double()
@@ -59,7 +59,7 @@ class MoEStatistics:
 
 @torch.no_grad()
 def collect(machine: Machine) -> MoEStatistics:
-    """Add up the statistics of the last step over micro-batches, ranks and stages: one reduction, the same on every rank."""
+    """Add up the statistics of the last step over micro-batches, ranks and stages; the same on every rank."""
     config, ctx = machine.config, machine.ctx
     layers = tuple(i for i, is_moe in enumerate(config.moe.layer_pattern(config.model.num_layers)) if is_moe)
     num_experts = config.moe.num_experts or 0

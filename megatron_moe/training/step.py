@@ -1,7 +1,7 @@
 """One optimizer step: count tokens, run the schedule, sum gradients, clip, update, balance.
 
-The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so no layout and no number of
-micro-batches can weigh a token differently. There is no other factor.
+The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so no layout and no number
+of micro-batches can weigh a token differently. There is no other factor.
 """
 
 import math
@@ -113,15 +113,15 @@ def _check_finite(
     routers = ", ".join(f"layer {layer}: {count}" for layer, count in bad_layers.items() if count) or "none here"
     samples = sorted(int(i) for batch in tokens for i in batch.sample_ids_B)
     raise NonFiniteError(
-        f"iteration {iteration}: loss {loss}, gradient norm {norm}; the weights were not touched. {machine.ctx.describe()} "
-        f"had samples {samples[0]}..{samples[-1]}; router scores that are not finite: {routers}. Lower --lr, check the "
-        f"data, or set --no-check-for-nan-in-loss-and-grad to go on."
+        f"iteration {iteration}: loss {loss}, gradient norm {norm}; the weights were not touched. "
+        f"{machine.ctx.describe()} had samples {samples[0]}..{samples[-1]}; router scores that are not finite: "
+        f"{routers}. Lower --lr, check the data, or set --no-check-for-nan-in-loss-and-grad to go on."
     )
 
 
 @torch.no_grad()
 def balance_by_bias(machine: Machine) -> None:
-    """Auxiliary-loss-free balancing: once per step, from integer counts over the global batch, the same on every rank."""
+    """Auxiliary-loss-free balancing: once per step, from integer counts over the global batch, alike on every rank."""
     gates = [gate for gate in machine.gates.values() if gate.bias_E is not None]
     if not gates:
         return

@@ -1,7 +1,8 @@
 """Checkpoints against one process: from any layout to any other, the same tensors and the same curve.
 
-A chain of layouts: each loads what the one before it wrote, writes it again, and trains on. All that they write of
-iteration 2 must be the same bits; all that they reach at iteration 4 must be what one process reaches.
+A chain of layouts: each loads what the one before it wrote, writes it again, and trains on. All that they
+write of iteration 2 must be the same bits; all that they reach at iteration 4 must be what one process
+reaches.
 """
 
 from pathlib import Path
@@ -46,7 +47,7 @@ def entries(machine: Machine) -> list[Any]:
 def go_on(
     rank: int, config: Config, world_size: int, source: str | None, targets: dict[int, str], last: int
 ) -> list[float]:
-    """On one rank: load the latest of ``source``, train to iteration ``last``, save at the iterations of ``targets``."""
+    """On one rank: load the latest of ``source``, train to iteration ``last``, save where ``targets`` says."""
     torch.set_num_threads(1)
     config, _ = normalise(config, world_size)
     ctx = ParallelContext.create(MeshSizes.of(config.parallel, world_size), rank=rank, groups=harness._groups)

@@ -3,9 +3,9 @@
     x_TD --sort by expert--> rows_ND --all-to-all (ep)--> by sender --gather (etp)--> --sort--> rows_RD, expert-major
     y_TD <--add copies------ rows_ND <--all-to-all (ep)-- by sender <--sum (etp)----- <--unsort-- rows_RD
 
-Split sizes differ per peer and step and may be zero; a rank without rows takes part all the same, so that no peer waits.
-Expert e lives on ep rank e // L. Under expert tensor parallelism the etp peers hold slices of the same experts: they
-gather each other's rows and sum the partial results.
+Split sizes differ per peer and step and may be zero; a rank without rows takes part all the same, so that no peer
+waits. Expert e lives on ep rank e // L. Under expert tensor parallelism the etp peers hold slices of the same experts:
+they gather each other's rows and sum the partial results.
 """
 
 from typing import NamedTuple

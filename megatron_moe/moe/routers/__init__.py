@@ -37,7 +37,5 @@ ROUTERS: dict[str, RouterSpec] = {
     "hash": RouterSpec(hash_router, scope="token", options=("moe_hash_table",), checks=hash_checks),
     "noisy_topk": RouterSpec(noisy_topk, scope="token", logits_per_expert=2),
     "force_balanced": RouterSpec(force_balanced, scope="group"),
-    "force_skewed": RouterSpec(
-        force_skewed, scope="group", options=("moe_router_force_skew",), checks=forced_checks
-    ),
+    "force_skewed": RouterSpec(force_skewed, scope="group", options=("moe_router_force_skew",), checks=forced_checks),
 }

@@ -37,9 +37,7 @@ def dealt_ids(num_tokens: int, num_experts: int, topk: int, skew: float) -> Tens
     experts 1, 2, ..., E-1 in turn. A skew of 1 is balance.
     """
     # The small amount keeps products that are whole numbers from falling below them.
-    marks = torch.floor(
-        torch.arange(num_tokens + 1, dtype=torch.float64) * (skew * topk / num_experts) + 1e-9
-    )
+    marks = torch.floor(torch.arange(num_tokens + 1, dtype=torch.float64) * (skew * topk / num_experts) + 1e-9)
     before_T, has_first_T = marks[:-1].long(), marks.diff().long()
     slots_TK = torch.arange(topk) - has_first_T.unsqueeze(-1)
     dealt_T = torch.arange(num_tokens) * topk - before_T

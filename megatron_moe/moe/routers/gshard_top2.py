@@ -81,7 +81,4 @@ def gshard_checks(config: MoEConfig) -> Iterable[str]:
             f"{config.moe_router_topk} must be 2."
         )
     if config.num_experts is not None and config.num_experts < 2:
-        yield (
-            "--moe-router gshard_top2 needs at least two experts: raise --num-experts, or use "
-            "--moe-router switch."
-        )
+        yield ("--moe-router gshard_top2 needs at least two experts: raise --num-experts, or use --moe-router switch.")

@@ -75,6 +75,5 @@ def hash_checks(config: MoEConfig) -> Iterable[str]:
     """Sentences about losses that could not act on a fixed choice."""
     if config.moe_router_load_balancing_type != ("none",):
         yield (
-            "--moe-router hash learns nothing, so a balance loss cannot act: say "
-            "--moe-router-load-balancing-type none."
+            "--moe-router hash learns nothing, so a balance loss cannot act: say --moe-router-load-balancing-type none."
         )

@@ -29,7 +29,5 @@ def noisy_topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
 
 def _normal(inputs: RouterInputs, like_GTE: Tensor) -> Tensor:
     """Standard normal numbers from the tokens' uniform ones (Box-Muller)."""
-    radius_GTE, angle_GTE = (
-        inputs.uniform("noise", 2 * like_GTE.shape[-1]).to(like_GTE.dtype).chunk(2, dim=-1)
-    )
+    radius_GTE, angle_GTE = inputs.uniform("noise", 2 * like_GTE.shape[-1]).to(like_GTE.dtype).chunk(2, dim=-1)
     return torch.sqrt(-2 * torch.log1p(-radius_GTE)) * torch.cos(2 * math.pi * angle_GTE)

@@ -37,18 +37,14 @@ def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
     section 2.2.2); sigmoid scores by the sum of the best two, bias included (DeepSeek-V3, section 2.1.2,
     where K/M = 2).
     """
-    sigmoid = config.moe_router_score_function == "sigmoid"
+    limited = inputs.bias_E is not None or config.moe_router_group_topk is not None
     log_scores_GTE = log_scores(inputs.logits_GTE, config)
-    # Selection keys: logits order softmax scores without their rounding, but a bias adds to probabilities.
+    # Logits order the experts as scores do, without their rounding; but biases and groups add up scores.
+    keys_GTE = log_scores_GTE.detach().exp() if limited else inputs.logits_GTE.detach()
     if inputs.bias_E is not None:
-        keys_GTE = log_scores_GTE.detach().exp() + inputs.bias_E
-    elif sigmoid and config.moe_router_group_topk is not None:
-        keys_GTE = log_scores_GTE.detach().exp()
-    else:
-        keys_GTE = inputs.logits_GTE.detach()
+        keys_GTE = keys_GTE + inputs.bias_E
     ids_GTK = best_ids(limit_groups(keys_GTE, config), config.moe_router_topk)
     plain_ids_GTK = None
-    limited = inputs.bias_E is not None or config.moe_router_group_topk is not None
     if limited and "seq_aux_loss" in config.moe_router_load_balancing_type:
         plain_ids_GTK = best_ids(inputs.logits_GTE, config.moe_router_topk)
     weights_GTK = combine_weights(log_scores_GTE, ids_GTK, config)
@@ -88,9 +84,7 @@ def limit_groups(keys_GTE: Tensor, config: MoEConfig) -> Tensor:
     if counted is None:
         counted = 2 if config.moe_router_score_function == "sigmoid" else 1
     group_scores = members.topk(min(counted, members.shape[-1]), dim=-1).values.sum(dim=-1)
-    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
-        -1, best_ids(group_scores, keep), True
-    )
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_ids(group_scores, keep), True)
     return members.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
 
 

@@ -28,9 +28,7 @@ def test_worked_example():
         logits_GTE = 2 * torch.randn(2, 8, 6, generator=generator, dtype=torch.float64)
         choice = decide(ROUTERS["top_p"], inputs_of(logits_GTE.requires_grad_()), config)
         weights_GTE = combine_matrix(choice)
-        for row, probabilities in zip(
-            weights_GTE.flatten(0, 1), choice.scores_GTE.flatten(0, 1), strict=True
-        ):
+        for row, probabilities in zip(weights_GTE.flatten(0, 1), choice.scores_GTE.flatten(0, 1), strict=True):
             held, wanted = 0.0, []
             for p in probabilities.sort(descending=True).values.tolist()[:4]:
                 if held < 0.8:
@@ -39,7 +37,5 @@ def test_worked_example():
             assert sorted(row[row > 0].tolist(), reverse=True) == wanted
         copies = flatten(choice, ROUTERS["top_p"].leaves_holes).expert_ids_N.numel()
         assert 16 < copies == int((weights_GTE > 0).sum()) < 64
-        full = decide(
-            ROUTERS["top_p"], inputs_of(logits_GTE), replace(config, moe_expert_capacity_factor=0.5)
-        )
+        full = decide(ROUTERS["top_p"], inputs_of(logits_GTE), replace(config, moe_expert_capacity_factor=0.5))
         assert int((full.expert_ids_GTK >= 0).sum()) < copies

@@ -15,9 +15,7 @@ def test_vectors(case):
     loads_LE = torch.tensor(case["inputs"]["weights"], dtype=torch.float64)
     placement = place_experts(loads_LE, p["n_physical"], p["n_groups"], p["n_nodes"], p["n_gpus"])
     assert placement.copies_LE.tolist() == expected["copies"]
-    for ours_EX, theirs_EX in zip(
-        placement.physical_ids_LEX.tolist(), expected["logical_to_phys"], strict=True
-    ):
+    for ours_EX, theirs_EX in zip(placement.physical_ids_LEX.tolist(), expected["logical_to_phys"], strict=True):
         assert [set(row) - {-1} for row in ours_EX] == [set(row) - {-1} for row in theirs_EX]
     if case["name"] == "readme_hierarchical":
         assert placement.logical_ids_LP.tolist() == expected["phys_to_logical"]

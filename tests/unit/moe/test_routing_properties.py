@@ -7,10 +7,7 @@ from hypothesis import strategies as st
 from moe_oracle import E, T, combine_matrix, config_of, inputs_of, random_inputs, uniforms
 
 from megatron_moe.config.schema import MoEConfig
-from megatron_moe.moe.capacity import (
-    decide,
-    slots_may_be_empty,
-)
+from megatron_moe.moe.capacity import decide, slots_may_be_empty
 from megatron_moe.moe.losses import BALANCE_LOSSES, attach_loss, balance_loss, balance_stats
 from megatron_moe.moe.reference import reference_moe
 from megatron_moe.moe.routers import ROUTERS
@@ -127,9 +124,7 @@ def test_weights_sum_as_the_method_says(seed, pre, norm, score, topk):
     sums_GT = choice.weights_GTK.sum(-1)
     if score == "softmax" and pre and not norm:
         assert (sums_GT <= 2.5 + 1e-12).all()
-        torch.testing.assert_close(
-            choice.weights_GTK, 2.5 * choice.scores_GTE.gather(-1, choice.expert_ids_GTK)
-        )
+        torch.testing.assert_close(choice.weights_GTK, 2.5 * choice.scores_GTE.gather(-1, choice.expert_ids_GTK))
     else:
         torch.testing.assert_close(sums_GT, torch.full_like(sums_GT, 2.5))
     torch.testing.assert_close(choice.scores_GTE.sum(-1), torch.ones_like(sums_GT))
@@ -185,9 +180,7 @@ def test_a_group_may_be_cut_anywhere(name, seed, cut):
     choice = ROUTERS["topk"].route(random_inputs("topk", seed), config)
 
     def part(cols):
-        taken = choice._replace(
-            chosen_ids_GTK=choice.chosen_ids_GTK[:, cols], scores_GTE=choice.scores_GTE[:, cols]
-        )
+        taken = choice._replace(chosen_ids_GTK=choice.chosen_ids_GTK[:, cols], scores_GTE=choice.scores_GTE[:, cols])
         return balance_stats(taken, None, loss, config), taken.scores_GTE.sum(1)
 
     whole_stats, whole_sum = part(slice(None))
@@ -211,9 +204,7 @@ def test_forced_loads_are_exact(num_tokens, num_experts, data):
     assert all(len(set(row)) == topk for row in ids_TK.tolist())
     assert abs(int(counts_E[0]) - skew * num_tokens * topk / num_experts) < 1 + 1e-6
     assert int(counts_E[1:].max() - counts_E[1:].min()) <= 1
-    balanced_E = torch.bincount(
-        dealt_ids(num_tokens, num_experts, topk, 1.0).flatten(), minlength=num_experts
-    )
+    balanced_E = torch.bincount(dealt_ids(num_tokens, num_experts, topk, 1.0).flatten(), minlength=num_experts)
     assert int(balanced_E.max() - balanced_E.min()) <= 1
 
 
@@ -243,13 +234,13 @@ def test_unnamed_ties_go_to_the_lower_index(seed):
         assert ids == sorted(range(E), key=lambda e: (-row[e], e))[:2]
 
 
-@given(seeds, st.integers(1, 3), st.integers(1, 4))
-@settings(max_examples=20)
-def test_group_limit_by_plain_loops(seed, keep, counted):
+@given(seeds, st.integers(1, 3), st.integers(1, 4), st.sampled_from(["softmax", "sigmoid"]))
+@settings(max_examples=30)
+def test_group_limit_by_plain_loops(seed, keep, counted, score):
     """The groups with the largest sums of best biased scores, and the best experts inside them."""
     config = config_of(
         "topk",
-        moe_router_score_function="sigmoid",
+        moe_router_score_function=score,
         moe_router_num_groups=3,
         moe_router_group_topk=keep,
         moe_router_group_score_topk=counted,
@@ -257,8 +248,10 @@ def test_group_limit_by_plain_loops(seed, keep, counted):
     inputs = random_inputs("topk", seed, groups=1)
     bias_E = torch.randn(E, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     choice = ROUTERS["topk"].route(inputs._replace(bias_E=bias_E), config)
+    logits_TE = inputs.logits_GTE[0]
+    scores_TE = torch.sigmoid(logits_TE) if score == "sigmoid" else torch.softmax(logits_TE, -1)
     for keys, ids in zip(
-        (torch.sigmoid(inputs.logits_GTE[0]) + bias_E).tolist(),
+        (scores_TE + bias_E).tolist(),
         choice.expert_ids_GTK[0].tolist(),
         strict=True,
     ):
