@@ -26,7 +26,7 @@ class Attention(nn.Module):
     """Causal self-attention of one layer.
 
     Args:
-        cp_comm_type: how keys and values meet queries under context parallelism: ``allgather``, or ``p2p`` round a ring.
+        cp_comm_type: how queries meet the keys of other context-parallel ranks: ``allgather``, or ``p2p`` in a ring.
         recompute_core: keep query, key and value alone of scores, softmax and weighted values.
     """
 

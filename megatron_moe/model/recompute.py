@@ -36,9 +36,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: object) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept. It may itself be a module with parameters."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return checkpoint(
-        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=record_and_replay
-    )  # type: ignore[return-value]
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=record_and_replay)  # type: ignore[return-value]
 
 
 class _Note(NamedTuple):
@@ -83,10 +81,10 @@ def without_keeping(norm: Callable[[Tensor], Tensor], use: Callable[[Tensor], Te
     if not torch.is_grad_enabled():
         return use(norm(x))
     y, forgotten = norm(x), _ForgottenOutput(norm, x.detach())
-    storage = StorageWeakRef(y.untyped_storage())
+    dtype, storage = y.dtype, StorageWeakRef(y.untyped_storage())  # hooks live on: they must not hold y itself
 
     def pack(saved: Tensor) -> Tensor | _Note:
-        same = saved.dtype == y.dtype and StorageWeakRef(saved.untyped_storage()) == storage
+        same = saved.dtype == dtype and StorageWeakRef(saved.untyped_storage()) == storage
         return forgotten.note(saved) if same else saved
 
     def unpack(kept: Any) -> Tensor:

@@ -19,7 +19,7 @@ The backward pass needs no scores of other blocks: with the final lse and delta 
 Keys and values go round once more; their gradients follow one step behind, each rank adding its share, and arrive at
 their owner after cp - 1 steps. What is sent travels while the blocks at hand are computed.
 
-Letters here: Z chunks, N = R c rows (the R query heads of a group, times the c positions of a chunk), c keys of a chunk.
+Letters here: Z chunks, c positions of a chunk, N = R c rows: the R query heads of a group times the positions.
 """
 
 from typing import Any, NamedTuple

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.moe.capacity import decide, needs_whole_groups
-from megatron_moe.moe.losses import BALANCE_LOSSES, BalanceLoss, BalanceStats, balance_loss, by_device, z_loss_sum
+from megatron_moe.moe.losses import (
+    BALANCE_LOSSES,
+    BalanceLoss,
+    BalanceStats,
+    balance_loss,
+    by_device,
+    counted_ids,
+    z_loss_sum,
+)
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs, RoutingSums, check_finite, multi_hot, routing_sums
@@ -146,7 +154,7 @@ class Gate(nn.Module):
         for name in self.coefficients:
             if name == "z_loss":
                 valid_T = None if tokens.padding_SB is None else ~tokens.local(tokens.padding_SB).flatten()
-                losses[name] = z_loss_sum(logits_TE, valid_T) / tokens.step.num_routed_tokens
+                losses[name] = z_loss_sum(logits_TE[:, : self.num_experts], valid_T) / tokens.step.num_routed_tokens
             else:
                 loss = BALANCE_LOSSES[name]
                 assert loss is not None
@@ -157,12 +165,7 @@ class Gate(nn.Module):
         """Token-weighted mean over the logical groups: sum over g of tokens_g * loss_g / tokens of the global batch."""
         size = "sequence" if loss.unit == "sequence" else self.config.moe_group_size
         group_ids_T, num_groups = _group_ids(tokens, size)
-        ids_1TK = choice.chosen_ids_GTK
-        if loss.counted == "plain" and choice.plain_ids_GTK is not None:
-            ids_1TK = choice.plain_ids_GTK
-        elif loss.counted == "first":
-            ids_1TK = ids_1TK[..., :1]
-        chosen_TE = multi_hot(ids_1TK, self.num_experts).squeeze(0)
+        chosen_TE = multi_hot(counted_ids(choice, loss), self.num_experts).squeeze(0)
         valid_T1 = torch.ones_like(chosen_TE[:, :1])
         if tokens.padding_SB is not None:
             valid_T1 = (~tokens.local(tokens.padding_SB)).view(-1, 1).to(chosen_TE.dtype)

@@ -18,7 +18,7 @@ _NAMES_BY_RANGE = {
         expert_model_parallel_size expert_tensor_parallel_size num_virtual_stages_per_pipeline_rank
         seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         micro_batch_size global_batch_size train_iters train_samples eval_iters exit_interval
-        save_interval keep_last log_interval
+        save_interval keep_last log_interval profile_schedule
         """,
     "[0": """
         moe_first_dense_layers num_workers lr_warmup_iters lr_warmup_samples rampup_batch_size seed

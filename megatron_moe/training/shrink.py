@@ -1,0 +1,208 @@
+"""A configuration made small enough to check a layout of it on one machine: every feature kept, every size cut down.
+
+    layers      a few of the pattern, both kinds if there are both, at least as many as there are stages
+    widths      the smallest that tp and etp divide        experts   enough for ep, groups and K
+    sequence    16 tokens or more, what cp and tp divide   batch     as many micro-batches as the schedule needs
+
+Ratios that select other code are kept: key-value heads fewer than query heads or than tp, groups of tokens smaller or larger
+than a sequence, several micro-batches. Precision becomes float64, initial weights large enough for routing to vary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron_moe.config import check
+from megatron_moe.config.schema import Config
+from megatron_moe.moe.checks import moe_checks
+from megatron_moe.parallel.layout import MeshSizes
+from megatron_moe.pipeline.schedules import chunks_per_rank, schedule_problems
+from megatron_moe.training import registries
+
+SEQ_LENGTH, HIDDEN, VOCAB = 16, 32, 67
+LAYOUT_FIELDS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "mbs": "micro_batch_size",
+    "schedule": "pipeline_schedule",
+    "sp": "sequence_parallel",
+    "cp_comm": "cp_comm_type",
+    "zero": "data_parallel_sharding_strategy",
+    "dispatcher": "moe_token_dispatcher_type",
+}
+STRATEGIES = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
+
+
+def read_layout(text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """``tp=2,pp=2,schedule=zb-v,zero=1,dp=2`` -> configuration fields, and the sizes of tp, cp, pp and, if given, dp.
+
+    Raises:
+        ValueError: a name or a number that cannot be read.
+    """
+    values: dict[str, Any] = {}
+    sizes = {"tp": 1, "cp": 1, "pp": 1}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        if key != "dp" and key not in LAYOUT_FIELDS:
+            raise ValueError(f'--layout "{text}": {key} is none of dp, {", ".join(LAYOUT_FIELDS)}.')
+        if key == "zero" and value in STRATEGIES:
+            values[LAYOUT_FIELDS[key]] = STRATEGIES[value]
+        elif key in ("schedule", "cp_comm", "dispatcher"):
+            values[LAYOUT_FIELDS[key]] = value
+        elif key == "zero" or not value.isdecimal() or (int(value) < 1 and key != "sp"):
+            raise ValueError(f'--layout "{text}": {part} cannot be read; give {_example(key)}.')
+        elif key == "sp":
+            values[LAYOUT_FIELDS[key]] = value != "0"
+        else:
+            if key in ("tp", "cp", "pp", "dp"):
+                sizes[key] = int(value)
+            if key != "dp":
+                values[LAYOUT_FIELDS[key]] = int(value)
+    return values, sizes
+
+
+def _example(key: str) -> str:
+    return {"zero": "zero=0 to zero=3", "sp": "sp=0 or sp=1"}.get(key, f"a positive number, such as {key}=2")
+
+
+def vary(config: Config, **values: Any) -> Config:
+    """The configuration with fields set by name, whatever their section."""
+    for section in fields(config):
+        part = getattr(config, section.name)
+        mine = {k: v for k, v in values.items() if k in {f.name for f in fields(part)}}
+        config = replace(config, **{section.name: replace(part, **mine)})
+        values = {k: v for k, v in values.items() if k not in mine}
+    assert not values, f"no such fields: {values}"
+    return config
+
+
+def smallest_world(config: Config) -> int:
+    """Ranks of the smallest mesh with the configured sizes: as little data parallelism as the experts allow."""
+    parallel = config.parallel
+    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    experts = parallel.expert_tp * parallel.expert_model_parallel_size if config.moe.num_experts else 1
+    return math.lcm(dense, experts) * parallel.pipeline_model_parallel_size
+
+
+def shrink(config: Config, world_size: int) -> Config:
+    """The small configuration; its sizes fit the mesh if those of the given one do.
+
+    Raises:
+        ValueError: what is wrong with the layout, in full sentences.
+    """
+    problems = check(config, world_size, registries.CHOICES, registries.RULES, to_train=False)
+    if problems:
+        raise ValueError("\n".join(problems))
+    sizes = MeshSizes.of(config.parallel, world_size)
+    small = replace(config, **_model(config, sizes))
+    small = replace(small, moe=_moe(small, config, sizes))
+    small = _batch(small, config, sizes)
+    return vary(
+        small,
+        pipeline_model_parallel_layout=None,
+        params_dtype="float64",
+        lr=1e-2,
+        adam_eps=1e-5,
+        init_method_std=0.1,
+        moe_router_init_std=None,
+        mock_data=True,
+    )
+
+
+def _model(config: Config, sizes: MeshSizes) -> dict[str, Any]:
+    """The decoder and, since it names layers, the pattern of MoE layers."""
+    model, tp = config.model, sizes.tp
+    heads, groups = _heads(model.num_attention_heads, model.query_groups, tp)
+    channels = next(c for c in (8, 16, 32, 64, 128) if int(c * model.rotary_percent) >= 2 and not int(c * model.rotary_percent) % 2)
+    parallel = config.parallel
+    stages = sizes.pp * chunks_per_rank(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
+    pattern = _some_layers(config.moe.layer_pattern(model.num_layers), max(stages, 2))
+    small = replace(
+        model,
+        num_layers=len(pattern),
+        hidden_size=HIDDEN,
+        ffn_hidden_size=8 * tp,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=channels,
+        vocab_size=VOCAB,
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 4),
+    )
+    freq = str([int(is_moe) for is_moe in pattern]) if config.moe.num_experts else None
+    return {"model": small, "moe": replace(config.moe, moe_layer_freq=freq, moe_first_dense_layers=0)}
+
+
+def _heads(heads: int, groups: int, tp: int) -> tuple[int, int]:
+    """Fewer query and key-value heads; what divides, and whether a key-value head is shared by queries or ranks, stays."""
+
+    def alike(new_heads: int, new_groups: int) -> bool:
+        fits = new_heads % tp == 0 and new_heads % new_groups == 0 and (new_groups % tp == 0 or tp % new_groups == 0)
+        shared = (new_groups < new_heads) == (groups < heads) and (new_groups < tp) == (groups < tp)
+        return fits and shared and (new_groups > 1) == (groups > 1)
+
+    sizes = [(h, g) for h in range(1, heads + 1) for g in range(1, h + 1) if alike(h, g)]
+    return sizes[0] if sizes else (heads, groups)
+
+
+def _some_layers(pattern: Sequence[bool], num: int) -> list[bool]:
+    """``num`` entries, evenly spaced, with both kinds of layers if there are both."""
+    num = min(num, len(pattern))
+    chosen = [pattern[i * (len(pattern) - 1) // max(num - 1, 1)] for i in range(num)]
+    for kind in set(pattern) - set(chosen):
+        chosen[-1 if kind else 0] = kind
+    return chosen
+
+
+def _moe(small: Config, config: Config, sizes: MeshSizes) -> Any:
+    """Experts: the fewest that ep, groups and K allow, and some that no token needs."""
+    moe = small.moe
+    if moe.num_experts is None:
+        return moe
+    moe = replace(
+        moe,
+        moe_ffn_hidden_size=8 * sizes.etp,
+        moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and 8 * sizes.tp,
+        moe_group_size=_group_size(config, _seq_length(sizes)),
+    )
+    if moe.moe_hash_table is not None:  # names its experts
+        return moe
+    step = math.lcm(sizes.ep, moe.moe_router_num_groups or 1)
+    wanted = [n for n in range(step, moe.num_experts, step) if n >= min(2 * moe.moe_router_topk, moe.num_experts)]
+    candidates = (replace(moe, num_experts=n) for n in wanted)
+    return next((candidate for candidate in candidates if not list(moe_checks(candidate))), moe)
+
+
+def _seq_length(sizes: MeshSizes) -> int:
+    step = math.lcm(2 * sizes.cp, sizes.cp * sizes.tp, 2)
+    return math.ceil(SEQ_LENGTH / step) * step
+
+
+def _group_size(config: Config, seq_length: int) -> str:
+    """A group below a sequence becomes half of one, a group above it two."""
+    text = config.moe.moe_group_size
+    if text == "sequence":
+        return text
+    size, length = int(text), config.data.seq_length
+    return str(seq_length // 2 if size < length else seq_length if size == length else 2 * seq_length)
+
+
+def _batch(small: Config, config: Config, sizes: MeshSizes) -> Config:
+    """Micro-batches of one or two sequences, as few of them as the schedule takes; several if there were several."""
+    parallel, training = config.parallel, config.training
+    seq_length = _seq_length(sizes)
+    pairs = small.moe.moe_group_size == str(2 * seq_length)
+    micro = 2 if pairs else min(training.micro_batch_size, 2)
+    given = (training.global_batch_size or 0) // (training.micro_batch_size * sizes.dp)
+
+    def fits(num: int) -> bool:
+        args = parallel.pipeline_schedule, sizes.pp, num, parallel.num_virtual_stages_per_pipeline_rank
+        return not schedule_problems(*args)
+
+    wanted = 1 if given <= 1 and sizes.pp == 1 else 2
+    num = next(n for n in range(wanted, 64 * sizes.pp) if fits(n))
+    return vary(small, seq_length=seq_length, micro_batch_size=micro, global_batch_size=num * micro * sizes.dp)
