@@ -4,7 +4,7 @@ from megatron_moe.checkpoint.agreement import on_first_rank
 from megatron_moe.checkpoint.entries import Box, Entry, entries_of
 from megatron_moe.checkpoint.errors import CheckpointError
 from megatron_moe.checkpoint.folder import checkpoint_path, find_latest, saved_iterations
-from megatron_moe.checkpoint.load import load_checkpoint
+from megatron_moe.checkpoint.load import load_checkpoint, verify_checkpoint
 from megatron_moe.checkpoint.offline import Checkpoint, read_config_text
 from megatron_moe.checkpoint.save import save_checkpoint
 
@@ -21,4 +21,5 @@ __all__ = [
     "read_config_text",
     "save_checkpoint",
     "saved_iterations",
+    "verify_checkpoint",
 ]

@@ -48,12 +48,10 @@ def load_checkpoint(
         CheckpointError: on every rank: there is none, it is damaged (naming the newest older one that is
             not), or it does not fit the model (listing all that does not). No tensor has been touched then.
     """
-    path = on_first_rank(ctx, lambda: _resolve(folder, iteration))
     if verify:
-        share = slice(ctx.world.rank, None, ctx.world.size)
-        problems = [p for found in on_all_ranks(ctx, lambda: damage(path, share)) for p in found]
-        if problems:
-            raise CheckpointError(on_first_rank(ctx, lambda: _damaged(list(dict.fromkeys(problems)), folder, path)))
+        path = verify_checkpoint(folder, iteration, ctx)
+    else:
+        path = on_first_rank(ctx, lambda: _resolve(folder, iteration))
     metadata = on_all_ranks(ctx, lambda: read_index(path))[ctx.world.rank]
     prefix = MODEL if weights_only else ""
     with failures_of_dcp(), warnings.catch_warnings():
@@ -66,6 +64,23 @@ def load_checkpoint(
             no_dist=ctx.world.size == 1,
         )
     return on_first_rank(ctx, lambda: read_run(path)["scalars"])
+
+
+def verify_checkpoint(folder: str | Path, iteration: int | None, ctx: ParallelContext) -> Path:
+    """Compare the checksums of all files of a checkpoint (None: the latest), sharing the reading; call it on all ranks.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank: there is none, or it is damaged; names the newest older one that is whole.
+    """
+    path = on_first_rank(ctx, lambda: _resolve(folder, iteration))
+    share = slice(ctx.world.rank, None, ctx.world.size)
+    problems = [p for found in on_all_ranks(ctx, lambda: damage(path, share)) for p in found]
+    if problems:
+        raise CheckpointError(on_first_rank(ctx, lambda: _damaged(list(dict.fromkeys(problems)), folder, path)))
+    return path
 
 
 def _resolve(folder: str | Path, iteration: int | None) -> Path:

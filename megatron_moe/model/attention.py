@@ -1,6 +1,6 @@
 """Grouped-query attention: heads cut over tp, the sequence over cp.
 
-    x [S', B, D] --gather S over tp--> query, key, value (heads / tp) --rotary--> attention --> output --scatter S--> [S', B, D]
+    x [S', B, D] --gather S (tp)--> query, key, value (heads / tp) --rotary--> core --> output --scatter S--> [S', B, D]
 
 Key-value heads fewer than tp: their projections are whole on every rank, which uses the heads its queries need.
 """

@@ -93,9 +93,7 @@ class Block(nn.Module):
         assert self.feed_forward is not None
         return self.feed_forward(h_SBD)
 
-    def _behind(
-        self, norm: Norm, use: Callable[[Tensor], Tensor], x_SBD: Tensor, *, recompute: bool = False
-    ) -> Tensor:
+    def _behind(self, norm: Norm, use: Callable[[Tensor], Tensor], x_SBD: Tensor, *, recompute: bool = False) -> Tensor:
         """``use(norm(x))``, kept, recomputed, or kept but for the norm."""
         if recompute:  # together: the norm's input, the residual stream, is kept anyway
             return recomputed(lambda x_SBD: use(norm(x_SBD)), x_SBD)

@@ -45,7 +45,7 @@ class _Note(NamedTuple):
     output: "_ForgottenOutput"
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _ForgottenOutput:

@@ -4,7 +4,8 @@
 
 A decision that needs a whole logical group (expert choice, Sinkhorn, GShard, any capacity) is made on the gathered
 logits, the same on every rank of the group, and each rank keeps its own tokens. All other decisions are made where the
-token is. Balance losses need only sums: counts are added over the ranks that share a sequence.
+token is. Balance losses need only sums: counts are added over the ranks that share a sequence. Those of the global batch are known
+when the step is over; a loss that asks for them gets the last step's.
 """
 
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Gate(nn.Module):
     """Router weight [E, D] in float32 (float64), bias of the loss-free balancing, and the decision."""
 
     bias_E: Tensor | None
+    batch_load_E: Tensor | None  # copies of each expert per token of the last step's global batch
 
     def __init__(
         self, model: ModelConfig, moe: MoEConfig, layer_id: int, ctx: ParallelContext, dtype: torch.dtype
@@ -61,6 +63,10 @@ class Gate(nn.Module):
         self.weight = empty_parameter(spec, ctx, self.dtype)
         bias = torch.zeros(moe.num_experts, dtype=self.dtype, device=ctx.device)
         self.register_buffer("bias_E", bias if moe.moe_router_enable_expert_bias else None)
+        named = (BALANCE_LOSSES[name] for name in moe.moe_router_load_balancing_type)
+        uses_batch = any(loss is not None and loss.unit == "batch" for loss in named)
+        uniform = torch.full_like(bias, moe.moe_router_topk / moe.num_experts)
+        self.register_buffer("batch_load_E", uniform if uses_batch else None)
         # By micro-batch and overwritten: a recomputed forward cannot count twice.
         self.statistics: dict[int, Statistics] = {}
 
@@ -163,6 +169,8 @@ class Gate(nn.Module):
 
     def _balance_loss(self, loss: BalanceLoss, choice: Choice, tokens: TokenBatch) -> Tensor:
         """Token-weighted mean over the logical groups: sum over g of tokens_g * loss_g / tokens of the global batch."""
+        if loss.unit == "batch":
+            return self._batch_loss(loss, choice, tokens)
         size = "sequence" if loss.unit == "sequence" else self.config.moe_group_size
         group_ids_T, num_groups = _group_ids(tokens, size)
         chosen_TE = multi_hot(counted_ids(choice, loss), self.num_experts).squeeze(0)
@@ -184,6 +192,14 @@ class Gate(nn.Module):
         score_sum_GE = scores_TE.new_zeros(num_groups, self.num_experts).index_add(0, group_ids_T, scores_TE)
         loss_G = balance_loss(loss.coefficients(stats, self.config), score_sum_GE)
         return (loss_G * stats.tokens_G).sum() / tokens.step.num_routed_tokens
+
+    def _batch_loss(self, loss: BalanceLoss, choice: Choice, tokens: TokenBatch) -> Tensor:
+        """The global batch as one group. Its counts are the last step's load, so that micro-batches cannot matter."""
+        assert self.batch_load_E is not None
+        tokens_1 = self.batch_load_E.new_full((1,), tokens.step.num_routed_tokens)
+        stats = BalanceStats(self.batch_load_E.unsqueeze(0) * tokens_1, None, tokens_1)
+        score_sum_1E = choice.scores_GTE.sum((0, 1)).unsqueeze(0)
+        return balance_loss(loss.coefficients(stats, self.config), score_sum_1E).squeeze(0)
 
     def _total(self, losses: dict[str, Tensor]) -> Tensor | None:
         coefficients = self.coefficients

@@ -239,7 +239,8 @@ class RingShift:
     def __init__(self, tensor: Tensor, axis: Axis) -> None:
         assert axis.size > 1
         axis.traffic.add(axis.name, "send", _bytes(tensor))
-        self._sent, self._received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._sent = tensor.contiguous()
+        self._received = torch.empty_like(self._sent)
         following, previous = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
         self._works = dist.batch_isend_irecv(
             [

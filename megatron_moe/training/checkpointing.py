@@ -15,12 +15,9 @@ from megatron_moe.training.launch import is_main_rank
 
 
 def _buffers(machine: Machine) -> dict[str, Tensor]:
-    """Balancing biases by logical name."""
-    return {
-        f"layers.{layer}.moe.gate.bias_E": gate.bias_E
-        for layer, gate in machine.gates.items()
-        if gate.bias_E is not None
-    }
+    """What gates remember from step to step, by logical name: balancing biases, loads of the last global batch."""
+    named = ((f"layers.{i}.moe.gate.{k}", b) for i, gate in machine.gates.items() for k, b in gate.named_buffers())
+    return {name: buffer for name, buffer in named if buffer is not None}
 
 
 def _tensors(machine: Machine) -> dict[int, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from megatron_moe.config import Resolved, dump
 from megatron_moe.data.tokenizer import build_tokenizer
 from megatron_moe.training import launch
 from megatron_moe.training.build import with_vocabulary
+from megatron_moe.training.heartbeat import Heartbeat
 from megatron_moe.training.loop import Run
 from megatron_moe.training.step import NonFiniteError
 
@@ -40,6 +41,7 @@ def train(resolved: Resolved) -> int:
         provenance["vocab_size"] = "implied by the tokenizer"
     resolved = replace(resolved, config=config, provenance=provenance)
     run = Run(config, ctx, provenance)
+    heartbeat = Heartbeat(ctx, run.machine.runtime)
     try:
         ending = run.train()
     except NonFiniteError as error:  # on every rank alike
@@ -47,13 +49,22 @@ def train(resolved: Resolved) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except (ValueError, OSError, RuntimeError) as error:
-        where = f"{ctx.describe()}, last action {run.machine.runtime.current}"
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error on {where}, host {platform.node()}: {error}{notes}", file=sys.stderr, flush=True)
+        print(_story(error, run, heartbeat), file=sys.stderr, flush=True)
         if dist.is_initialized():
             os._exit(EXIT_FAILED)  # leaving the group in order would wait for ranks that wait for this one
         return EXIT_FAILED
+    heartbeat.close()
     if launch.is_main_rank():
         print(ending, flush=True)
     launch.leave()
     return 0
+
+
+def _story(error: Exception, run: Run, heartbeat: Heartbeat) -> str:
+    """What happened, where, and which other ranks have fallen silent: they are the likely cause."""
+    where = f"{run.ctx.describe()}, host {platform.node()}, last action {run.machine.runtime.current}"
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    silent = heartbeat.silent() if isinstance(error, RuntimeError) else []
+    if not silent:
+        return f"error on {where}: {error}{notes}"
+    return f"error on {where}: lost contact with {'; '.join(silent)}. Look at its own log.\n  {error}{notes}"

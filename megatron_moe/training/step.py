@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_moe.data.batch import Batch
 from megatron_moe.moe.bias import update_bias
+from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.grad_norm import clip, gradient_norm
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
@@ -97,7 +98,7 @@ def train_step(machine: Machine, batches: Sequence[Batch], iteration: int, learn
     machine.optimizer.step(learning_rate)
     for stage in machine.stages.values():
         stage.reducer.gather_weights()
-    balance_by_bias(machine)
+    update_loads(machine)
     return StepResult(loss, norm)
 
 
@@ -120,17 +121,28 @@ def _check_finite(
 
 
 @torch.no_grad()
-def balance_by_bias(machine: Machine) -> None:
-    """Auxiliary-loss-free balancing: once per step, from integer counts over the global batch, alike on every rank."""
-    gates = [gate for gate in machine.gates.values() if gate.bias_E is not None]
+def update_loads(machine: Machine) -> None:
+    """What gates remember of a step: the selection bias and the load of the global batch.
+
+    Once per step, from integer counts over the global batch, the same on every rank.
+    """
+    gates = [gate for gate in machine.gates.values() if gate.bias_E is not None or gate.batch_load_E is not None]
     if not gates:
         return
-    counts_LE = torch.stack([torch.stack([s.routing.chosen_E for s in g.statistics.values()]).sum(0) for g in gates])
-    counts_LE = collectives.sum_(counts_LE, machine.ctx.stage)
+    counts_LX = collectives.sum_(torch.stack([_chosen(gate) for gate in gates]), machine.ctx.stage)
     rate = machine.config.moe.moe_router_bias_update_rate
-    for gate, counts_E in zip(gates, counts_LE, strict=True):
-        assert gate.bias_E is not None
-        gate.bias_E.copy_(update_bias(gate.bias_E, counts_E, rate))
+    for gate, counts_X in zip(gates, counts_LX, strict=True):
+        counts_E, num_tokens = counts_X[:-1], counts_X[-1]
+        if gate.bias_E is not None:
+            gate.bias_E.copy_(update_bias(gate.bias_E, counts_E, rate))
+        if gate.batch_load_E is not None:
+            gate.batch_load_E.copy_(counts_E.double() / num_tokens.clamp(min=1))
+
+
+def _chosen(gate: Gate) -> Tensor:
+    """[E + 1] int64: this rank's copies per expert before capacity, and its tokens, over all micro-batches."""
+    sums = [statistics.routing for statistics in gate.statistics.values()]
+    return torch.stack([torch.cat([s.chosen_E, s.tokens.reshape(1)]) for s in sums]).sum(0)
 
 
 @torch.no_grad()

@@ -78,13 +78,13 @@ def run_ring(rank: int, cp: int, packed: bool, dtype: torch.dtype) -> dict[str, 
     def draw(heads: int, channels: int) -> Tensor:
         return torch.randn(SEQ_LENGTH, BATCH, heads, channels, generator=generator, dtype=torch.float64)
 
-    whole = [draw(HEADS, KEY_CHANNELS), draw(GROUPS, KEY_CHANNELS), draw(GROUPS, VALUE_CHANNELS)]
+    whole = draw(HEADS, KEY_CHANNELS), draw(GROUPS, KEY_CHANNELS), draw(GROUPS, VALUE_CHANNELS)
     grad = draw(HEADS, VALUE_CHANNELS)
-    leaves = [x.to(dtype).double().clone().requires_grad_() for x in whole]
-    expected = attend(*leaves, tokens.documents_SB)
+    q, k, v = leaves = [x.to(dtype).double().clone().requires_grad_() for x in whole]
+    expected = attend(q, k, v, tokens.documents_SB)
     expected.backward(grad)
-    mine = [tokens.context(x).to(dtype).requires_grad_() for x in whole]
-    found = ring_attention(*mine, tokens, ctx.cp)
+    q, k, v = mine = [tokens.context(x).to(dtype).requires_grad_() for x in whole]
+    found = ring_attention(q, k, v, tokens, ctx.cp)
     found.backward(tokens.context(grad).to(dtype))
     pairs = [(found, expected), *((m.grad, x.grad) for m, x in zip(mine, leaves, strict=True))]
     errors = [float((a.double() - tokens.context(b)).detach().abs().max() / b.detach().abs().max()) for a, b in pairs]

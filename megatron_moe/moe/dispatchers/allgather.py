@@ -8,7 +8,7 @@ routing. That is less than all-to-all's only where a token has more copies than 
 parallelism the partial results of etp peers add up in the same reduce-scatter.
 """
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,5 @@ def _scatter_sum(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:
 
 def _first_tokens(tokens: _Counts, copies: _Counts) -> Tensor:
     """For each gathered copy the number of its rank's first token among all tokens."""
-    num_tokens, num_copies = sum(tokens.by_rank, []), sum(copies.by_rank, [])
-    firsts = torch.tensor([0, *accumulate(num_tokens[:-1])])
-    return firsts.repeat_interleave(torch.tensor(num_copies))
+    firsts = torch.tensor([0, *accumulate(chain(*tokens.by_rank))][:-1])
+    return firsts.repeat_interleave(torch.tensor([*chain(*copies.by_rank)]))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.checkpoint import find_latest, saved_iterations
+from megatron_moe.checkpoint import checkpoint_path, find_latest, saved_iterations
+from megatron_moe.checkpoint.checksums import damage
 from megatron_moe.checkpoint.folder import LATEST_FILE
 from tests.unit.checkpoint.small import load, save, state
 
@@ -56,6 +57,9 @@ def test_kill_at_every_step(iteration: int, tmp_path: Path) -> None:
         killed = save_and_die(step, lambda folder=folder: save(folder, iteration, state(2.0), keep_last=2))
         value = load(folder)
         assert value in (1.0, 2.0), "what loads is the old checkpoint or the new one, whole"
+        assert not any(damage(checkpoint_path(folder, i)) for i in saved_iterations(folder)), (
+            "all others are whole, too"
+        )
         outcomes.add((value, killed))
         save(folder, 30, state(3.0))
         assert load(folder) == 3.0

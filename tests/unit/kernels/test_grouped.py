@@ -1,0 +1,62 @@
+"""Grouped products against one einsum over a one-hot of the experts."""
+
+import pytest
+import torch
+
+from megatron_moe.kernels.grouped import (
+    choose_backend,
+    grouped_outer_product,
+    grouped_product,
+    grouped_product_transposed,
+)
+from tests.helpers.building import normal
+
+L, O, I = 4, 8, 12  # experts, outputs, inputs
+COUNTS = {
+    "all": [3, 1, 2, 5],
+    "empty first": [0, 4, 1, 2],
+    "empty last": [2, 3, 1, 0],
+    "one": [0, 0, 7, 0],
+    "none": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("counts", list(COUNTS.values()), ids=list(COUNTS))
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("loop", torch.float64), ("loop", torch.float32), ("grouped_mm", torch.float32)],
+    ids=str,
+)
+def test_against_einsum(backend, dtype, counts):
+    num_rows, counts_L = sum(counts), torch.tensor(counts)
+    rows_RI, grad_RO = normal(1, num_rows, I, dtype=dtype), normal(2, num_rows, O, dtype=dtype)
+    weight_LOI = normal(3, L, O, I, dtype=dtype)
+    expert_R = torch.repeat_interleave(torch.arange(L), counts_L)
+    of_RL = torch.nn.functional.one_hot(expert_R, L).to(dtype)
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+
+    for found, expected in (
+        (
+            grouped_product(rows_RI, weight_LOI, counts_L, backend),
+            torch.einsum("ri,loi,rl->ro", rows_RI, weight_LOI, of_RL),
+        ),
+        (
+            grouped_product_transposed(grad_RO, weight_LOI, counts_L, backend),
+            torch.einsum("ro,loi,rl->ri", grad_RO, weight_LOI, of_RL),
+        ),
+        (
+            grouped_outer_product(grad_RO, rows_RI, counts_L, backend),
+            torch.einsum("ro,ri,rl->loi", grad_RO, rows_RI, of_RL),
+        ),
+    ):
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+def test_choice_of_backend():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_backend("auto", torch.bfloat16, cpu) == "loop"
+    assert choose_backend("auto", torch.bfloat16, cuda) == "grouped_mm"
+    assert choose_backend("auto", torch.float64, cuda) == "loop"
+    assert choose_backend("grouped_mm", torch.float32, cpu) == "grouped_mm"
+    with pytest.raises(ValueError, match="does not support --params-dtype float64; use loop"):
+        choose_backend("grouped_mm", torch.float64, cpu)
