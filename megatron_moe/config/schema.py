@@ -315,7 +315,7 @@ class TrainingConfig:
     )
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
-        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, norm.",
+        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, shared_experts, norm.",
     )
     eval_interval: int = flag(1000, "Iterations between evaluations; 0 for none.")
     eval_iters: int = flag(10, "Global batches per evaluation.")
@@ -331,7 +331,7 @@ class CheckpointConfig:
     """Checkpoints: where they go and come from."""
 
     save: str | None = flag(None, "Folder for checkpoints, metrics and the configuration.")
-    load: str | None = flag(None, "Folder to resume from. Default: --save, where that holds a checkpoint.")
+    load: str | None = flag(None, "Folder to start from, unless --save holds a checkpoint, from which the run then goes on.")
     save_interval: int | None = flag(None, "Iterations between checkpoints. Default: at the end only.")
     keep_last: int | None = flag(None, "Keep only so many newest checkpoints. Default: all.")
     ckpt_step: int | None = flag(None, "Load this iteration instead of the latest.")

@@ -106,6 +106,8 @@ class Decoder(nn.Module):
             self.embedding = VocabParallelEmbedding(spec, ctx, dtype, config.parallel.sequence_parallel)
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
         self.output = OutputLayer(config, ctx, dtype, self.embedding or embedding) if has_output else None
+        if has_output and embedding is not None and not model.untie_embeddings_and_output_weights:
+            embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
         self._sharded_units: list[list[Bucket]] = []
         name_parameters(self)
         initialise(self, ctx, config.training.seed)

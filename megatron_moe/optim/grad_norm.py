@@ -32,5 +32,5 @@ def gradient_norm(pieces: Sequence[Piece], ctx: ParallelContext) -> float:
 def clip(pieces: Sequence[Piece], norm: float, max_norm: float) -> None:
     """Scale all gradients so that the global norm is at most ``max_norm`` (as Megatron: 1e-6 in the divisor)."""
     coefficient = max_norm / (norm + 1e-6)
-    if coefficient < 1.0:
+    if pieces and coefficient < 1.0:  # _foreach_mul_ refuses an empty list
         torch._foreach_mul_([p.grad for p in pieces], coefficient)

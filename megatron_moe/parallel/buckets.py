@@ -67,7 +67,7 @@ class Bucket:
         self.reducing = False
         self._work: dist.Work | None = None
         self._received: Tensor | None = None
-        self._contributions = 0  # gradients accumulated in this step: one per parameter and micro-batch
+        self._contributions = 0  # gradients accumulated in this step
         if self.num_shards > 1 and sharding.gradients:
             _free(self.grads)
         if self.num_shards > 1 and sharding.parameters:
@@ -89,7 +89,7 @@ class Bucket:
     def accumulate(self, parameter: ShardedParameter, grad: Tensor, num_microbatches: int) -> None:
         """Add a gradient; begin to reduce when the last one due is there.
 
-        Sharded gradients are reduced after every so many contributions as there are parameters. Where a schedule defers
+        Sharded gradients are reduced after as many contributions as a micro-batch makes. Where a schedule defers
         weight gradients these may belong to two micro-batches, which a sum does not mind.
         """
         if _is_free(self.grads):
@@ -97,11 +97,12 @@ class Bucket:
             self.grads.zero_()
         parameter.main_grad.add_(grad)
         self._contributions += 1
+        per_microbatch = sum(p.gradients_per_microbatch for p in self.parameters)
         if self.sharding.gradients:
-            if self._contributions % len(self.parameters) == 0:
+            if self._contributions % per_microbatch == 0:
                 self.start_reduce()
                 self.finish_reduce()
-        elif self._contributions == num_microbatches * len(self.parameters):
+        elif self._contributions == num_microbatches * per_microbatch:
             self.start_reduce()
 
     def start_reduce(self) -> None:

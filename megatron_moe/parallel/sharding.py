@@ -106,15 +106,19 @@ class ShardedParameter(nn.Parameter):
     Attributes:
         main_grad: this piece's accumulated gradient, float32 or float64.
         accumulate: adds a gradient to it; may begin the reduction of the bucket it completes.
+        gradients_per_microbatch: how many backward passes of a micro-batch reach it; two for a tied embedding whose
+            output layer is another stage on the same rank.
     """
 
     spec: ShardSpec
     main_grad: Tensor
     accumulate: Callable[[Tensor], None]
+    gradients_per_microbatch: int
 
     def __new__(cls, data: Tensor, spec: ShardSpec) -> "ShardedParameter":
         parameter = torch.Tensor._make_subclass(cls, data, True)
         parameter.spec = spec
+        parameter.gradients_per_microbatch = 1
         return parameter
 
     def __init__(self, data: Tensor, spec: ShardSpec) -> None:

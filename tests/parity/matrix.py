@@ -20,7 +20,7 @@ from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.moe.dispatchers import DISPATCHERS
 from megatron_moe.moe.losses import BALANCE_LOSSES
 from megatron_moe.moe.routers import ROUTERS
-from megatron_moe.pipeline.schedules import SCHEDULES
+from megatron_moe.pipeline.schedules import SCHEDULES, schedule_problems
 from megatron_moe.training import registries
 from tests.parity.harness import BASE, GLOBAL_BATCH, SEQ_LENGTH, vary
 
@@ -121,12 +121,25 @@ def on(axis: str, value: str) -> str:
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
+def meetings(row: Row, name: str, value: str) -> set[Pair]:
+    """The pairs that a factor's value makes with what is in a row: two axes by value, an axis and a feature."""
+    found: set[Pair] = set()
+    if name in FEATURES:
+        if row.get("model") == "dense" and name in MOE_FEATURES:
+            return found
+        return {((axis, on(axis, row[axis])), (name, value)) for axis in AXES if axis in row}
+    for other, theirs in row.items():
+        if other in AXES:
+            found.add(tuple(sorted(((name, value), (other, theirs)), key=lambda item: list(AXES).index(item[0]))))
+        elif row.get("model") != "dense" or other not in MOE_FEATURES:
+            found.add(((name, on(name, value)), (other, theirs)))
+    return found
+
+
 def pairs_of(row: Row) -> set[Pair]:
-    """What meets in a row: two axes by value, an axis and a feature."""
-    axes = [(name, row[name]) for name in AXES if name in row]
-    found: set[Pair] = set(combinations(axes, 2))
-    coarse = [(name, on(name, value)) for name, value in axes]
-    return found | {(a, (name, row[name])) for a in coarse for name in FEATURES if name in row}
+    """Everything that meets in a row."""
+    items = list(row.items())
+    return set().union(*(meetings(dict(items[:i]) | {"model": row["model"]}, *items[i]) for i in range(len(items))))
 
 
 def all_pairs() -> set[Pair]:
@@ -171,43 +184,60 @@ def config_of(row: Row) -> tuple[Config, Config, bool]:
     return vary(base, **layout), base, padded
 
 
+MOE_FEATURES = ("router", "balance", "capacity", "group", "bias", "scores", "z_loss", "jitter", "shared", "skew")
+_PLAIN = {name: next(iter(FEATURES[name])) for name in MOE_FEATURES} | {"balance": "aux_loss", "dispatcher": "alltoall"}
+
+
 def conflict(row: Row) -> bool:
-    """Whether what is chosen so far cannot be, or says nothing new: a setting without a reader, a comparison with itself."""
+    """Whether what is chosen so far cannot be, or has a setting that nobody reads."""
+    return _sizes_conflict(row) or _features_conflict(row)
+
+
+def _sizes_conflict(row: Row) -> bool:
+    size = {name: int(row.get(name, 1)) for name in ("tp", "cp", "dp", "ep", "etp", "mbs", "accumulation")}
+    pipeline = PIPELINES[row.get("pp", "none")]
+    pp = pipeline.get("pipeline_model_parallel_size", 1)
+    stage, experts = size["tp"] * size["cp"] * size["dp"], size["ep"] * size["etp"]
+    samples = size["dp"] * size["mbs"] * size["accumulation"]
+    if stage * pp > MAX_RANKS or experts * pp > MAX_RANKS or samples > GLOBAL_BATCH:
+        return True
+    if {"dp", "mbs", "accumulation"} <= row.keys() and samples != GLOBAL_BATCH:
+        return True
+    if {"tp", "cp", "dp", "ep", "etp"} <= row.keys() and stage % experts:
+        return True
+    if {"tp", "cp", "dp"} <= row.keys() and stage < experts:
+        return True
+    virtual = pipeline.get("num_virtual_stages_per_pipeline_rank")
+    scheduled = pp > 1 and "accumulation" in row
+    return scheduled and bool(schedule_problems(pipeline["pipeline_schedule"], pp, size["accumulation"], virtual))
+
+
+def _features_conflict(row: Row) -> bool:
     get = row.get
-    known = {name: int(row[name]) for name in ("tp", "cp", "dp", "ep", "etp", "mbs", "accumulation") if name in row}
-    pp = PIPELINES[row["pp"]].get("pipeline_model_parallel_size", 1) if "pp" in row else 1
-    ranks = pp * known.get("tp", 1) * known.get("cp", 1) * known.get("dp", 1)
-    per_stage, experts = MAX_RANKS // pp, known.get("ep", 1) * known.get("etp", 1)
-    if ranks > MAX_RANKS or experts > per_stage or known.get("dp", 1) * known.get("mbs", 1) * known.get("accumulation", 1) > GLOBAL_BATCH:
-        return True
-    if {"dp", "mbs", "accumulation"} <= known.keys() and known["dp"] * known["mbs"] * known["accumulation"] != GLOBAL_BATCH:
-        return True
-    if {"tp", "cp", "dp"} <= known.keys() and "pp" in row and (ranks // pp) % experts:
-        return True
-    dense = get("model") == "dense"
+
+    def given(name: str, *values: str) -> bool:
+        return name in row and row[name] not in values
+
+    dense, tp = get("model") == "dense", int(get("tp", "1"))
+    slots = ("probs", "position", "random")
     return any(
         (
             get("sp") == "on" and get("tp") == "1",
-            get("sp") == "off" and get("tp") in ("2", "4") and get("model") == "moe",
+            get("sp") == "off" and tp > 1 and get("model") == "moe",
             get("cp_comm") == "p2p" and get("cp") == "1",
-            get("zero") in ("1", "2", "3") and get("dp") == "1" and get("cp") == "1" and get("ep") == "1",
+            given("zero", "0") and get("dp") == "1" and get("cp") == "1",
             get("dispatcher") == "allgather" and get("ep") == "1" and get("etp") == "1",
             get("group") == "pair" and get("mbs") == "1",
-            get("skew") != "-" and "skew" in row and get("router") not in (None, "force_skewed"),
+            given("skew", "-") and given("router", "force_skewed"),
             get("skew") == "-" and get("router") == "force_skewed",
-            get("bias") == "on" and get("router") not in (None, "topk", "switch"),
-            get("scores") == "sigmoid" and get("router") not in (None, "topk"),
-            get("balance") == "deepseek_comm" and get("router") not in (None, "topk", "switch"),
-            get("capacity") in ("probs", "position", "random") and get("router") == "expert_choice",
-            get("capacity") in ("probs", "position", "random") and get("router") == "gshard_top2" and get("capacity") != "probs",
-            dense and experts > 1,
-            dense and any(get(f) not in (None, v) for f, v in _PLAIN.items()),
+            get("bias") == "on" and given("router", "topk", "switch"),
+            get("scores") == "sigmoid" and given("router", "topk"),
+            get("balance") == "deepseek_comm" and given("router", "topk"),
+            get("capacity") in ("position", "random") and get("router") in ("gshard_top2", "expert_choice"),
+            dense and (get("ep", "1") != "1" or get("etp", "1") != "1"),
+            dense and any(given(name, value) for name, value in _PLAIN.items()),
         )
     )
-
-
-_PLAIN = {name: next(iter(FEATURES[name])) for name in ("router", "capacity", "group", "bias", "scores", "z_loss", "jitter", "shared", "skew")}
-_PLAIN |= {"balance": "aux_loss", "dispatcher": "alltoall"}
 
 
 def problems(row: Row) -> list[str]:
@@ -218,21 +248,28 @@ def problems(row: Row) -> list[str]:
     return check(config, world_size, registries.CHOICES, registries.RULES, to_train=False)
 
 
+ORDER = ("model", "pp", "dp", "accumulation", "mbs", "tp", "cp", "ep", "etp")
+ORDER += tuple(name for name in FACTORS if name not in ORDER)
+_tries = 0
+
+
 def _complete(start: Row, missing: set[Pair]) -> Row | None:
     """Give every other factor the value that adds most missing pairs; back up where nothing fits."""
-    order = [*(name for name in FACTORS if name not in start)]
+    order = [name for name in ORDER if name not in start]
 
     def extend(row: dict[str, str], rest: list[str]) -> dict[str, str] | None:
+        global _tries
         if not rest:
-            return row if not problems(row) else None
+            _tries += 1
+            found = problems(row)
+            if found: print(found, {k: v for k, v in row.items() if v != next(iter(FACTORS[k]))})
+            return row if not found else None
         name = rest[0]
-        fitting = [row | {name: value} for value in FACTORS[name]]
-        fitting = [r for r in fitting if not conflict(r)]
-        # Ties: by what has been used least is not known here; a rotation keeps the first value from winning always.
-        shift = len(missing) % max(len(fitting), 1)
+        fitting = [value for value in FACTORS[name] if not conflict(row | {name: value})]
+        shift = len(missing) % max(len(fitting), 1)  # among equals not always the first
         fitting = fitting[shift:] + fitting[:shift]
-        for candidate in sorted(fitting, key=lambda r: -len(pairs_of(r) & missing)):
-            done = extend(candidate, rest[1:])
+        for value in sorted(fitting, key=lambda v: -len(meetings(row, name, v) & missing)):
+            done = extend(row | {name: value}, rest[1:])
             if done is not None:
                 return done
         return None

@@ -12,7 +12,7 @@ from megatron_moe.config.checks.support import (
 )
 from megatron_moe.config.schema import Config
 
-RECOMPUTABLE = ("core_attn", "mlp", "moe", "norm")
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "norm")
 
 
 def micro_batches_fill_global_batch(config: Config, world_size: int) -> Iterator[str]:
