@@ -22,9 +22,9 @@ def configuration(argv: list[str]) -> Resolved:
     """
     resolved = resolve(argv, registries.CHOICES, DESCRIPTION)
     actions = resolved.actions
-    world_size = actions.world_size or launch.world_size_of_launcher()
-    resolved, notes = resolved.normalised(world_size)
     to_train = not (actions.dump_config or actions.print_topology)
+    world_size = actions.world_size or launch.world_size(None if to_train else resolved.config.parallel)
+    resolved, notes = resolved.normalised(world_size)
     problems = check(resolved.config, world_size, registries.CHOICES, registries.RULES, to_train=to_train)
     if problems:
         raise ConfigError(problems)
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     if resolved.actions.print_topology:
         from megatron_moe.parallel.layout import MeshSizes, describe
 
-        world_size = resolved.actions.world_size or launch.world_size_of_launcher()
+        world_size = resolved.actions.world_size or launch.world_size(resolved.config.parallel)
         print(describe(MeshSizes.of(resolved.config.parallel, world_size)))
         return 0
     from megatron_moe.training.main import train

@@ -27,7 +27,8 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     probabilities_V = torch.softmax(logits_V.double() / sampling.temperature, 0)
     probabilities_V, ids_V = probabilities_V.sort(descending=True, stable=True)
     keep_V = torch.arange(len(ids_V)) < (sampling.top_k or len(ids_V))
-    keep_V &= probabilities_V.cumsum(0) - probabilities_V < sampling.top_p  # the most likely one always stays
+    keep_V &= probabilities_V.cumsum(0) - probabilities_V < sampling.top_p
+    keep_V[0] = True  # the most likely one always stays
     return int(ids_V[torch.multinomial(probabilities_V * keep_V, 1, generator=generator)])
 
 

@@ -6,6 +6,7 @@ rank then exits with the same status. A rank that never comes is waited for no l
 """
 
 import hashlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_moe
-from megatron_moe.config.schema import Config
+from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
 
@@ -26,9 +27,13 @@ T = TypeVar("T")
 EXIT_USER_ERROR = 2
 
 
-def world_size_of_launcher() -> int:
-    """Number of ranks as torchrun says it; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def world_size(smallest_for: ParallelConfig | None = None) -> int:
+    """Number of ranks as torchrun says it; without torchrun 1, or the smallest world that a layout fits into."""
+    if "WORLD_SIZE" in os.environ or smallest_for is None:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    stages = smallest_for.pipeline_model_parallel_size
+    dense = smallest_for.tensor_model_parallel_size * smallest_for.context_parallel_size
+    return max(1, stages * math.lcm(dense, smallest_for.expert_tp * smallest_for.expert_model_parallel_size))
 
 
 def is_main_rank() -> bool:
@@ -42,20 +47,20 @@ def join(config: Config) -> ParallelContext:
     Raises:
         RuntimeError: other ranks did not come in time.
     """
-    world_size = world_size_of_launcher()
+    num_ranks = world_size()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = torch.device("cpu")
     if torch.cuda.is_available() and config.parallel.distributed_backend != "gloo":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if world_size > 1:
+    if num_ranks > 1:
         backend = config.parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend == "nccl" and device.type != "cuda":
             raise ValueError("--distributed-backend nccl needs CUDA devices, and there are none; use gloo.")
         dist.init_process_group(
             backend, timeout=timeout, device_id=device if device.type == "cuda" else None
         )
-    return ParallelContext.create(MeshSizes.of(config.parallel, world_size), device=device, timeout=timeout)
+    return ParallelContext.create(MeshSizes.of(config.parallel, num_ranks), device=device, timeout=timeout)
 
 
 def leave() -> None:

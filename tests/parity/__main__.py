@@ -1,4 +1,8 @@
-"""Check layouts by hand: ``python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2,mbs=1 ...``."""
+"""Check layouts by hand.
+
+    python -m tests.parity matrix [first:last]                         the whole matrix, or some of its rows
+    python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2 ...     layouts of your choice
+"""
 
 import sys
 import time
@@ -6,26 +10,60 @@ import time
 import yaml
 
 from tests.helpers.ranks import RankPool
+from tests.parity import coverage, matrix
 from tests.parity.harness import BASE, differences, layout, trace, vary
 
 
-def main(arguments: list[str]) -> int:
-    """Print equal, or what differs, for each layout."""
+def some_layouts(arguments: list[str], pool: RankPool) -> int:
+    """Print equal, or what differs, for each layout; the number of those that differ."""
     border = arguments.index("--")
     values = {k: yaml.safe_load(v) for k, v in (a.split("=", 1) for a in arguments[:border])}
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     padded = bool(values.pop("padded", False))
-    base, pool, failed = vary(BASE, **values), RankPool(), False
+    base, failed = vary(BASE, **values), 0
     reference = trace(base, 1, pool, padded=padded)
-    print(f"one process: losses {reference.losses}, {reference.balance[-1]}")
+    print(f"one process: losses {reference.losses}, {reference.statistics[-1]}")
     for text in arguments[border + 1 :]:
         fields, world_size = layout(text)
         start = time.monotonic()
         found = differences(trace(vary(base, **fields), world_size, pool, padded=padded), reference)
-        failed |= bool(found)
-        print(f"{text}: {'differs' if found else 'equal'} ({time.monotonic() - start:.1f} s)", *found[:10], sep="\n    ")
-    pool.stop()
-    return int(failed)
+        failed += bool(found)
+        verdict = f"{'differs' if found else 'equal'} ({time.monotonic() - start:.1f} s)"
+        print(f"{text}: {verdict}", *found[:10], sep="\n    ")
+    return failed
+
+
+def whole_matrix(arguments: list[str], pool: RankPool) -> int:
+    """Print the coverage and the verdict on each row; the number of those that differ."""
+    rows, impossible = matrix.rows()
+    first, last = (int(n) if n else None for n in arguments[0].split(":")) if arguments else (None, None)
+    print(coverage.table(rows, impossible), flush=True)
+    references, failed = coverage.References(pool), 0
+    start, largest = time.monotonic(), 0.0
+    for number, row in list(enumerate(rows))[first:last]:
+        began = time.monotonic()
+        problems, error = coverage.verdict(row, references)
+        failed += bool(problems)
+        largest = max(largest, error)
+        words = "differs" if problems else f"equal to {error:.1e}"
+        print(f"{number:3d}  {words}  ({time.monotonic() - began:.1f} s)  {coverage.describe(row)}", flush=True)
+        for problem in problems[:8]:
+            print(f"       {problem}", flush=True)
+    print(
+        f"{failed} rows differ; largest relative difference of the others included: {largest:.2e}; "
+        f"{time.monotonic() - start:.0f} s, {references.num_made} runs in one process"
+    )
+    return failed
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 1 on any difference."""
+    pool = RankPool()
+    try:
+        whole = arguments[:1] == ["matrix"]
+        return int(bool(whole_matrix(arguments[1:], pool) if whole else some_layouts(arguments, pool)))
+    finally:
+        pool.stop()
 
 
 if __name__ == "__main__":

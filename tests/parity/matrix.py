@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_moe.config import check, normalise
 from megatron_moe.config.schema import Config, ParallelConfig
+from megatron_moe.moe.checks import moe_checks
 from megatron_moe.moe.dispatchers import DISPATCHERS
 from megatron_moe.moe.losses import BALANCE_LOSSES
 from megatron_moe.moe.routers import ROUTERS
@@ -159,23 +160,27 @@ def ranks_of(row: Row) -> int:
     return int(row["tp"]) * int(row["cp"]) * int(row["dp"]) * pp
 
 
-def config_of(row: Row) -> tuple[Config, Config, bool]:
-    """(configuration under the layout, the same for one process, whether samples are padded)."""
+def features_of(row: Row) -> dict[str, Any]:
+    """Configuration fields of a row's features, with what they need."""
     features: dict[str, Any] = {}
     for name in FEATURES:
-        features |= FEATURES[name][row[name]]
-    padded = features.pop("padded", False)
-    losses = features["moe_router_load_balancing_type"]
-    if row["router"] in ("switch", "force_skewed") and row["skew"] != "first always":
+        features |= FEATURES[name][row[name]] if name in row else {}
+    losses = features.get("moe_router_load_balancing_type", ())
+    if row["router"] == "switch" or row.get("skew") == "all to one":
         features["moe_router_topk"] = 1
-    if row["capacity"] == "device" or any(name.startswith("deepseek_d") for name in losses):
+    if row.get("capacity") == "device" or any(name.startswith("deepseek_d") for name in losses):
         features["moe_router_num_groups"] = 4
     if "deepseek_comm" in losses:
         features |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     if row["router"] == "expert_choice":
         features["moe_allow_acausal_routing"] = True
-    if row["model"] == "dense":
-        features |= {"moe_router_load_balancing_type": ("none",)}
+    return features
+
+
+def config_of(row: Row) -> tuple[Config, Config, bool]:
+    """(configuration under the layout, the same for one process, whether samples are padded)."""
+    features = features_of(row)
+    padded = features.pop("padded", False)
     layout: dict[str, Any] = {}
     for name in AXES:
         layout |= AXES[name][row[name]]
@@ -190,7 +195,15 @@ _PLAIN = {name: next(iter(FEATURES[name])) for name in MOE_FEATURES} | {"balance
 
 def conflict(row: Row) -> bool:
     """Whether what is chosen so far cannot be, or has a setting that nobody reads."""
-    return _sizes_conflict(row) or _features_conflict(row)
+    if _sizes_conflict(row) or _features_conflict(row):
+        return True
+    return all(name in row for name in MOE_FEATURES) and _routing_conflict(tuple(row[name] for name in MOE_FEATURES))
+
+
+@cache
+def _routing_conflict(values: tuple[str, ...]) -> bool:
+    features = features_of(dict(zip(MOE_FEATURES, values, strict=True)))
+    return any(moe_checks(vary(BASE, **features).moe))
 
 
 def _sizes_conflict(row: Row) -> bool:
@@ -233,6 +246,7 @@ def _features_conflict(row: Row) -> bool:
             get("bias") == "on" and given("router", "topk", "switch"),
             get("scores") == "sigmoid" and given("router", "topk"),
             get("balance") == "deepseek_comm" and given("router", "topk"),
+            get("router") == "hash" and (given("balance", "none") or given("z_loss", "off")),
             get("capacity") in ("position", "random") and get("router") in ("gshard_top2", "expert_choice"),
             dense and (get("ep", "1") != "1" or get("etp", "1") != "1"),
             dense and any(given(name, value) for name, value in _PLAIN.items()),
@@ -248,9 +262,8 @@ def problems(row: Row) -> list[str]:
     return check(config, world_size, registries.CHOICES, registries.RULES, to_train=False)
 
 
-ORDER = ("model", "pp", "dp", "accumulation", "mbs", "tp", "cp", "ep", "etp")
+ORDER = ("model", *MOE_FEATURES, "pp", "dp", "accumulation", "mbs", "tp", "cp", "ep", "etp")
 ORDER += tuple(name for name in FACTORS if name not in ORDER)
-_tries = 0
 
 
 def _complete(start: Row, missing: set[Pair]) -> Row | None:
@@ -258,12 +271,8 @@ def _complete(start: Row, missing: set[Pair]) -> Row | None:
     order = [name for name in ORDER if name not in start]
 
     def extend(row: dict[str, str], rest: list[str]) -> dict[str, str] | None:
-        global _tries
         if not rest:
-            _tries += 1
-            found = problems(row)
-            if found: print(found, {k: v for k, v in row.items() if v != next(iter(FACTORS[k]))})
-            return row if not found else None
+            return None if problems(row) else row
         name = rest[0]
         fitting = [value for value in FACTORS[name] if not conflict(row | {name: value})]
         shift = len(missing) % max(len(fitting), 1)  # among equals not always the first
