@@ -22,7 +22,7 @@ def configuration(argv: list[str]) -> Resolved:
     """
     resolved = resolve(argv, registries.CHOICES, DESCRIPTION)
     actions = resolved.actions
-    to_train = not (actions.dump_config or actions.print_topology)
+    to_train = not (actions.dump_config or actions.print_topology or actions.dry_run)
     world_size = actions.world_size or launch.world_size(None if to_train else resolved.config.parallel)
     resolved, notes = resolved.normalised(world_size)
     problems = check(resolved.config, world_size, registries.CHOICES, registries.RULES, to_train=to_train)
@@ -50,6 +50,10 @@ def main(argv: list[str]) -> int:
         world_size = resolved.actions.world_size or launch.world_size(resolved.config.parallel)
         print(describe(MeshSizes.of(resolved.config.parallel, world_size)))
         return 0
+    if resolved.actions.dry_run:
+        from megatron_moe.plan.main import show
+
+        return show(resolved.config, resolved.actions.world_size or launch.world_size(resolved.config.parallel))
     from megatron_moe.training.main import train
 
     return train(resolved)

@@ -35,6 +35,8 @@ def sample(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: no checkpoint, or a tokenizer that is gone.
     """
+    if arguments.temperature < 0 or not 0 <= arguments.top_p <= 1 or arguments.top_k < 0:
+        raise ValueError("--temperature and --top-k are 0 or more, --top-p is from 0 to 1.")
     config = checkpointing.saved_config(arguments.load, arguments.ckpt_step)
     config = replace(
         config,

@@ -125,14 +125,16 @@ def discard(written: Path) -> None:
     shutil.rmtree(written, ignore_errors=True)
 
 
-def prune(folder: str | Path, iteration: int, keep_last: int) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints up to the one just saved.
+def prune(folder: str | Path, iteration: int, keep_last: int, keep_every: int | None = None) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints up to the one just saved, and multiples of ``keep_every``.
 
     Later iterations are those of a run that was abandoned when an earlier one was loaded; removing them is
     the user's choice.
     """
     folder = Path(folder)
     for old in [i for i in saved_iterations(folder) if i <= iteration][:-keep_last]:
+        if keep_every is not None and old % keep_every == 0:
+            continue
         going = folder / f"{_name(old)}.tmp-{secrets.token_hex(4)}"
         with writing(folder):
             os.replace(checkpoint_path(folder, old), going)  # half a checkpoint must not pass for a whole one

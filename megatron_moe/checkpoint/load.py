@@ -93,9 +93,18 @@ def _resolve(folder: str | Path, iteration: int | None) -> Path:
 
 def _damaged(problems: list[str], folder: str | Path, path: Path) -> str:
     """The message for a damaged checkpoint, with the way out."""
-    older = [i for i in folders.saved_iterations(folder) if folders.checkpoint_path(folder, i).name < path.name]
-    whole = next((i for i in reversed(older) if not damage(folders.checkpoint_path(folder, i))), None)
+    before = next(i for i in folders.saved_iterations(folder) if folders.checkpoint_path(folder, i) == path)
+    whole = newest_whole(folder, before)
     advice = "There is no older one that is whole."
     if whole is not None:
-        advice = f"The newest older one that is whole is of iteration {whole}: load it with --ckpt-step {whole}."
+        advice = (
+            f"The newest older one that is whole is of iteration {whole}: load it with --ckpt-step {whole}; "
+            "--auto-recover does so by itself."
+        )
     return "\n".join([f"the checkpoint {path} cannot be trusted:", *(f"  {p}" for p in problems), advice])
+
+
+def newest_whole(folder: str | Path, before: int | None = None) -> int | None:
+    """The last iteration in a folder, below ``before``, whose files are all as they were written; None without one."""
+    saved = (i for i in reversed(folders.saved_iterations(folder)) if before is None or i < before)
+    return next((i for i in saved if not damage(folders.checkpoint_path(folder, i))), None)

@@ -62,18 +62,23 @@ class Checkpoint:
         stored: Any = self._metadata.state_dict_metadata[name]
         return tuple(stored.size), stored.properties.dtype
 
-    def read(self, name: str) -> Tensor:
-        """One logical tensor, put together from its chunks.
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """One logical tensor, or one row of it (index into dim 0), put together from its chunks.
 
         Raises:
             CheckpointError: a file is missing or ends early.
         """
         shape, dtype = self.describe(name)
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape if row is None else (1, *shape[1:]), dtype=dtype)
         stored: Any = self._metadata.state_dict_metadata[name]
         for chunk in stored.chunks:
             where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            target = whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
+            skipped = (0,) * len(chunk.sizes)
+            place = [slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if row is not None:
+                if not chunk.offsets[0] <= row < chunk.offsets[0] + chunk.sizes[0]:
+                    continue
+                skipped, place[0] = (row - chunk.offsets[0], *skipped[1:]), slice(0, 1)
             with reading(self.path / where.file), open(self.path / where.file, "rb") as stream:
-                read_box(stream, where.start, chunk.sizes, dtype, (0,) * len(chunk.sizes), target)
-        return whole
+                read_box(stream, where.start, chunk.sizes, dtype, skipped, whole[tuple(place)])
+        return whole if row is None else whole[0]

@@ -27,6 +27,7 @@ def save_checkpoint(
     config_text: str,
     ctx: ParallelContext,
     keep_last: int | None = None,
+    keep_every: int | None = None,
 ) -> Path:
     """Write a checkpoint; call it on all ranks, which must see the same folder (a shared file system).
 
@@ -37,6 +38,7 @@ def save_checkpoint(
         scalars: further state as JSON can hold it, given back by :func:`load_checkpoint`.
         config_text: the resolved configuration, kept as text.
         keep_last: remove all but so many of the newest.
+        keep_every: never remove one whose iteration is a multiple of this.
 
     Returns:
         The folder of the checkpoint.
@@ -69,5 +71,5 @@ def save_checkpoint(
             folders.discard(written)
         raise
     if keep_last is not None:
-        on_first_rank(ctx, lambda: folders.prune(folder, iteration, keep_last))
+        on_first_rank(ctx, lambda: folders.prune(folder, iteration, keep_last, keep_every))
     return path

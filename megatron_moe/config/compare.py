@@ -41,11 +41,12 @@ BY_SECTION = {
 _EXCEPTIONS = {
     Agreement.MUST: "seed",
     Agreement.WARN: """
-        hidden_dropout init_method_std
+        hidden_dropout init_method_std mtp_loss_scaling_factor
         moe_router_init_std moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
         moe_input_jitter_eps moe_eval_capacity_factor moe_router_bias_update_rate
         data_path train_data_path valid_data_path test_data_path tokenizer_model
         global_batch_size rampup_batch_size train_iters train_samples params_dtype
+        check_for_nan_in_loss_and_grad on_nonfinite on_spike loss_spike_factor grad_norm_spike_factor
         """,
     Agreement.FREE: """
         make_vocab_size_divisible_by moe_token_dispatcher_type moe_expert_backend num_workers
@@ -58,7 +59,11 @@ _EFFECTIVE = {
     "ffn_hidden_size": lambda config: config.model.dense_ffn_size,
     "num_query_groups": lambda config: config.model.query_groups,
     "kv_channels": lambda config: config.model.head_channels,
+    "qk_layernorm_epsilon": lambda config: config.model.qk_norm_epsilon,
+    "window_attn_skip_freq": lambda config: config.model.windows,
     "moe_ffn_hidden_size": lambda config: config.moe.moe_ffn_hidden_size or config.model.dense_ffn_size,
+    "num_experts": lambda config: config.moe.experts_per_layer(config.model.num_layers),
+    "moe_num_experts_per_layer": lambda config: config.moe.experts_per_layer(config.model.num_layers),
     "moe_layer_freq": lambda config: config.moe.layer_pattern(config.model.num_layers),
     "moe_first_dense_layers": lambda config: config.moe.layer_pattern(config.model.num_layers),
 }

@@ -25,6 +25,7 @@ class Actions:
     config: tuple[str, ...] = ()
     dump_config: bool = False
     print_topology: bool = False
+    dry_run: bool = False
     world_size: int | None = None
 
 
@@ -149,6 +150,11 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "--print-topology",
         action="store_true",
         help="Print the ranks of every communication group, and exit.",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Print what this layout needs of memory, sends and computes, without a device, and exit.",
     )
     group.add_argument(
         "--world-size",

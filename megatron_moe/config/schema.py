@@ -5,10 +5,10 @@ never the whole. Values that follow from others are properties, not fields.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_moe.config.fields import flag
-from megatron_moe.config.patterns import moe_layer_pattern
+from megatron_moe.config.patterns import experts_of_layers, moe_layer_pattern, window_pattern
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,92 @@ class ModelConfig:
     norm_epsilon: float = flag(1e-5, "Epsilon of the normalisation.")
     activation: str = flag(
         "swiglu",
-        "Activation of the feed-forward layers and experts; swiglu and geglu are gated.",
-        choices=("swiglu", "geglu", "gelu", "relu", "squared_relu"),
-        synonyms={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+        "Activation of the feed-forward layers and experts; those that end in glu are gated. quick_geglu is GPT-OSS's "
+        "x sigmoid(1.702 x).",
+        choices=("swiglu", "geglu", "quick_geglu", "gelu", "relu", "squared_relu"),
+        synonyms={"--swiglu": "swiglu", "--quick-geglu": "quick_geglu", "--squared-relu": "squared_relu"},
     )
+    activation_func_clamp_value: float | None = flag(
+        None, "Gated activations: the gate is at most this, the other factor within plus or minus this (GPT-OSS: 7)."
+    )
+    glu_linear_offset: float = flag(0.0, "Gated activations: added to the factor that is not activated (GPT-OSS: 1).")
     add_bias_linear: bool = flag(
-        False, "Bias in all linear layers of attention and dense FFN.", synonyms={"--disable-bias-linear": False}
+        False,
+        "Bias in all linear layers: attention, dense feed-forward, routed experts, router; none in shared experts.",
+        synonyms={"--disable-bias-linear": False},
     )
-    add_qkv_bias: bool = flag(False, "Bias in the query, key and value projections only.")
-    qk_layernorm: bool = flag(False, "Normalise queries and keys per head before the rotary embedding.")
+    add_qkv_bias: bool = flag(
+        False, "Bias in the query, key and value projections only (latent attention: in its down projections)."
+    )
+    qk_layernorm: bool = flag(
+        False, "Normalise queries and keys before the rotary embedding; latent attention: the latents instead."
+    )
+    qk_layernorm_scope: str = flag(
+        "head",
+        "What --qk-layernorm normalises: each head by itself, or all heads as one vector (OLMoE).",
+        choices=("head", "projection"),
+    )
+    qk_layernorm_epsilon: float | None = flag(None, "Epsilon of these norms. Default: --norm-epsilon. DeepSeek: 1e-6.")
+    window_size: tuple[int, ...] = flag(
+        (), "Sliding window: tokens that a token sees to its left, and to its right, which is 0. Default: all."
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "Which layers attend in the window. An integer N: all but every N-th, so that N - 1 of N layers do. A list "
+        'such as "[1,0]*12": one entry a layer. Default: all.',
+    )
+    softmax_type: str = flag(
+        "vanilla",
+        "Softmax of attention: plain, with one more score of 0 in its sum, or with a learned one per head (sink).",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    multi_latent_attention: bool = flag(
+        False, "Latent attention (DeepSeek): keys and values of all heads come from one short vector per token."
+    )
+    q_lora_rank: int | None = flag(None, "Latent attention: channels of the queries' latent. Default: no latent.")
+    kv_lora_rank: int = flag(32, "Latent attention: channels of the latent of keys and values.")
+    qk_head_dim: int = flag(128, "Latent attention: channels of a query head without position.")
+    qk_pos_emb_head_dim: int = flag(64, "Latent attention: channels of a query head that are rotated.")
+    v_head_dim: int = flag(128, "Latent attention: channels of a value head.")
     untie_embeddings_and_output_weights: bool = flag(
         False, "An output layer of its own instead of the embedding's weights."
     )
     position_embedding_type: str = flag("rope", "Position information.", choices=("rope", "none"))
     rotary_base: float = flag(10000.0, "Base (theta) of the rotary frequencies.")
     rotary_percent: float = flag(1.0, "Share of a head's channels that is rotated.")
+    rotary_interleaved: bool = flag(
+        False, "Rotate pairs of neighbouring channels instead of channels of the first and the second half."
+    )
+    rope_type: str = flag(
+        "rope",
+        "How rotary frequencies are changed for sequences longer than those trained on before.",
+        choices=("rope", "linear", "llama3", "yarn"),
+    )
+    rotary_scaling_factor: float = flag(
+        1.0, "Longest sequence over the original longest; of every --rope-type but rope."
+    )
+    original_max_position_embeddings: int = flag(4096, "yarn, llama3: longest sequence of the training before.")
+    beta_fast: float = flag(32.0, "yarn: channels with more turns in an original sequence keep their frequency.")
+    beta_slow: float = flag(1.0, "yarn: channels with fewer turns are scaled in full.")
+    mscale: float = flag(1.0, "yarn: strength of the scaling of rotated channels by the logarithm of the factor.")
+    mscale_all_dim: float = flag(
+        0.0, "yarn: the same for all channels: divides the other, and scales the scores of latent attention."
+    )
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "yarn: round the channels between which frequencies pass from one to the other (GPT-OSS does not)."
+    )
+    rope_low_freq_factor: float = flag(
+        1.0, "llama3: wavelengths above the original length over this are scaled in full."
+    )
+    rope_high_freq_factor: float = flag(4.0, "llama3: wavelengths below the original length over this are kept.")
     hidden_dropout: float = flag(0.0, "Dropout after attention and feed-forward, before the residual addition.")
     init_method_std: float = flag(
         0.02, "Standard deviation of initial weights; output projections use it divided by sqrt(2 * layers)."
     )
+    mtp_num_layers: int | None = flag(
+        None, "Multi-token prediction: modules that predict so many tokens more, one each (DeepSeek-V3). Default: none."
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, "Weight of the mean of their losses.")
 
     @property
     def head_channels(self) -> int:
@@ -66,7 +133,20 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the feed-forward has a gate projection beside the up projection."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation.endswith("glu")
+
+    @property
+    def qk_norm_epsilon(self) -> float:
+        """Epsilon of the norms of queries and keys."""
+        return self.norm_epsilon if self.qk_layernorm_epsilon is None else self.qk_layernorm_epsilon
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer how many tokens to its left a token sees. Raises ValueError for a malformed pattern."""
+        if not self.window_size:
+            return (None,) * self.num_layers
+        pattern = window_pattern(self.window_attn_skip_freq, self.num_layers)
+        return tuple(self.window_size[0] if in_window else None for in_window in pattern)
 
     @property
     def dense_ffn_size(self) -> int:
@@ -81,6 +161,16 @@ class MoEConfig:
     """Mixture of experts: which layers, how tokens are routed, how load is balanced."""
 
     num_experts: int | None = flag(None, "Number of routed experts (E) of an MoE layer. Default: a dense model.")
+    moe_num_experts_per_layer: str | None = flag(
+        None,
+        "Routed experts of each MoE layer where they differ (PR-MoE's pyramid), one entry an MoE layer, such as "
+        '"[8]*2+[16]*2". Implies --num-experts, the largest of them.',
+    )
+    moe_segmentation_factor: int = flag(
+        1,
+        "Cut every expert into so many of that fraction of its width, and choose so many times more (DeepSeekMoE). "
+        "Implies --num-experts, --moe-ffn-hidden-size and --moe-router-topk.",
+    )
     moe_layer_freq: str | None = flag(
         None,
         "Which layers are MoE. An integer N: layers i (from 0) with i % N == 0. A list such as "
@@ -89,9 +179,14 @@ class MoEConfig:
     moe_first_dense_layers: int = flag(0, "The first so many layers are dense, whatever the pattern says.")
     moe_ffn_hidden_size: int | None = flag(None, "Width of one expert (F). Default: that of dense layers.")
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Total width of the shared experts, which see every token. Default: none."
+        None, "Total width of the shared experts, which see every token; n of width F are one of n F. Default: none."
     )
     moe_shared_expert_gate: bool = flag(False, "Weigh the shared expert by a sigmoid gate of the token.")
+    moe_residual_coefficient: bool = flag(
+        False,
+        "Weigh routed and shared experts by a learned softmax over the two (residual MoE of DeepSpeed's code) instead "
+        "of adding them.",
+    )
     moe_router: str = flag("topk", "Routing method.", registry="routers")
     moe_router_topk: int = flag(2, "Experts per token (K).")
     moe_router_score_function: str = flag(
@@ -196,6 +291,19 @@ class MoEConfig:
             return (False,) * num_layers
         return moe_layer_pattern(self.moe_layer_freq, num_layers, self.moe_first_dense_layers)
 
+    def experts_per_layer(self, num_layers: int) -> tuple[int, ...]:
+        """Routed experts of each layer; 0 where it is dense. Raises ValueError for a malformed pattern or list."""
+        pattern, text = self.layer_pattern(num_layers), self.moe_num_experts_per_layer
+        if text is None or self.num_experts is None:
+            return tuple(is_moe * (self.num_experts or 0) for is_moe in pattern)
+        counts = iter(experts_of_layers(text, sum(pattern)))
+        return tuple(next(counts) if is_moe else 0 for is_moe in pattern)
+
+    def for_layer(self, layer_id: int, num_layers: int) -> "MoEConfig":
+        """What one MoE layer needs to know: ``num_experts`` is its own number of experts."""
+        num_experts = self.experts_per_layer(num_layers)[layer_id]
+        return replace(self, num_experts=num_experts or None, moe_num_experts_per_layer=None)
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -231,6 +339,11 @@ class ParallelConfig:
         None, "Backend of the process groups. Default: nccl with GPUs, else gloo.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(10.0, "How long a collective may wait before the run is ended.")
+    elastic: bool = flag(
+        False,
+        "Fit the layout to however many ranks are started: data parallelism takes what is there, expert parallelism and "
+        "the micro-batch shrink to the largest divisors that fit; the global batch stays.",
+    )
 
     @property
     def expert_tp(self) -> int:
@@ -322,7 +435,25 @@ class TrainingConfig:
     exit_interval: int | None = flag(None, "Save and end after every so many iterations, to be started again.")
     exit_duration_in_mins: float | None = flag(None, "Save and end after so many minutes.")
     check_for_nan_in_loss_and_grad: bool = flag(
-        True, "End the run with a message, before the weights are touched, when loss or gradient norm is not finite."
+        True, "Look at loss and gradient norm before the weights are touched; --on-nonfinite says what then happens."
+    )
+    on_nonfinite: str = flag(
+        "stop",
+        "A loss or gradient norm that is not finite: end the run, skip the batch, or roll back to the last checkpoint "
+        "and go on after the batch.",
+        choices=("stop", "skip", "rollback"),
+    )
+    loss_spike_factor: float | None = flag(
+        None, "A loss above so many times the median of recent ones is a spike: --on-spike. Default: none is."
+    )
+    grad_norm_spike_factor: float | None = flag(
+        None, "A gradient norm above so many times the median of recent ones is a spike: --on-spike. Default: none is."
+    )
+    on_spike: str = flag(
+        "skip", "A spike in loss or gradient norm: the same choices.", choices=("stop", "skip", "rollback")
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, "Iterations between checks that all ranks which hold the same weights hold the same bits. Default: never."
     )
 
 
@@ -333,7 +464,17 @@ class CheckpointConfig:
     save: str | None = flag(None, "Folder for checkpoints, metrics and the configuration.")
     load: str | None = flag(None, "Folder to start from, unless --save holds a checkpoint, from which the run then goes on.")
     save_interval: int | None = flag(None, "Iterations between checkpoints. Default: at the end only.")
+    save_interval_minutes: float | None = flag(None, "Minutes between checkpoints, besides --save-interval.")
+    async_save: bool = flag(
+        False, "Write checkpoints in the background: training waits only while its state is copied to host memory."
+    )
     keep_last: int | None = flag(None, "Keep only so many newest checkpoints. Default: all.")
+    keep_every: int | None = flag(
+        None, "With --keep-last, also keep every checkpoint whose iteration is a multiple of this."
+    )
+    auto_recover: bool = flag(
+        False, "If the checkpoint to resume from is damaged, say so and take the newest one that is whole."
+    )
     ckpt_step: int | None = flag(None, "Load this iteration instead of the latest.")
     finetune: bool = flag(False, "Load the weights alone and start at iteration 0.")
 
@@ -347,6 +488,9 @@ class LoggingConfig:
     wandb_project: str | None = flag(None, "Weights & Biases project; WANDB_MODE=offline works.")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.")
     wandb_save_dir: str | None = flag(None, "Folder of Weights & Biases' files. Default: below --save.")
+    log_straggler: bool = flag(
+        False, "Report at each log interval which ranks the others wait for: busy and waiting seconds of every rank."
+    )
     profile_schedule: int | None = flag(
         None, "Record in this iteration what each pipeline rank does when, into schedule.jsonl below --save."
     )

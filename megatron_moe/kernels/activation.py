@@ -9,6 +9,7 @@ from torch import Tensor
 _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": F.gelu,
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
@@ -16,7 +17,7 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up * scale, saving its inputs only and recomputing the rest in one pass backward."""
+    """silu(gate) * up, which keeps its two inputs alone for the backward pass."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -26,24 +27,28 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors  # type: ignore[attr-defined]
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        # d silu = sigmoid + silu (1 - sigmoid)
-        grad_gate = (sigmoid + silu * (1 - sigmoid)).mul_(up).mul_(grad)
-        return grad_gate, silu.mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
-def activate(x_PF: Tensor, name: str) -> Tensor:
+def activate(x_PF: Tensor, name: str, *, clamp: float | None = None, offset: float = 0.0) -> Tensor:
     """Apply an activation.
 
     Args:
         x_PF: [..., P, F]; P = 2 (gate, up) for a gated activation, else 1.
         name: as in ``--activation``.
+        clamp: gated: the gate is cut at this, up at plus and minus this.
+        offset: gated: added to up.
 
     Returns:
         [..., F].
     """
+    if x_PF.shape[-2] == 1:
+        return _POINTWISE[name](x_PF[..., 0, :])
+    gate, up = x_PF[..., 0, :], x_PF[..., 1, :]
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    if offset:
+        up = up + offset
     if name == "swiglu":
-        return _SwiGLU.apply(x_PF[..., 0, :], x_PF[..., 1, :])  # type: ignore[return-value]
-    y_F = _POINTWISE[name](x_PF[..., 0, :])
-    return y_F * x_PF[..., 1, :] if x_PF.shape[-2] == 2 else y_F
+        return _SwiGLU.apply(gate, up)  # type: ignore[return-value]
+    return _POINTWISE[name](gate) * up

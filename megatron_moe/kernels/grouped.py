@@ -12,20 +12,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def choose_backend(requested: str, dtype: torch.dtype, device: torch.device) -> str:
+def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str:
     """The implementation behind ``--moe-expert-backend auto``.
 
     On CUDA the fused product, which needs no host copy of the counts; on CPU the loop, which was never slower there
     for bfloat16 and float64 is not supported by the fused one at all.
 
+    Args:
+        sizes: lengths of the matrices' rows; the fused product wants multiples of 16 bytes.
+
     Raises:
-        ValueError: grouped_mm was asked for with a type it does not support.
+        ValueError: grouped_mm was asked for with a type or a size it does not support.
     """
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in sizes)
     if requested == "auto":
-        return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 else "loop"
-    if requested == "grouped_mm" and dtype == torch.float64:
+        return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 and aligned else "loop"
+    if requested == "grouped_mm" and (dtype == torch.float64 or not aligned):
         raise ValueError(
-            "--moe-expert-backend grouped_mm does not support --params-dtype float64; use loop (or auto)."
+            f"--moe-expert-backend grouped_mm supports float32 and bfloat16, and rows of multiples of 16 bytes; here "
+            f"they have {' and '.join(map(str, sizes))} numbers of {dtype}. Use loop (or auto)."
         )
     return requested
 

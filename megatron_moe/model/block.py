@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from megatron_moe.config.schema import Config
 from megatron_moe.model.attention import Attention
+from megatron_moe.model.core_attention import AttentionSettings
 from megatron_moe.model.feed_forward import FeedForward, SharedExpert
+from megatron_moe.model.latent_attention import LatentAttention
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.recompute import recomputed, recomputed_modules, without_keeping
 from megatron_moe.moe.layer import MoELayer
@@ -18,7 +20,7 @@ from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
 
 class Block(nn.Module):
-    """Layer ``layer_id`` of the whole model."""
+    """Layer ``layer_id`` of the whole model; numbers above are those of multi-token prediction, like the last layer."""
 
     def __init__(
         self,
@@ -30,7 +32,8 @@ class Block(nn.Module):
         queue: WeightGradientQueue | None = None,
     ) -> None:
         super().__init__()
-        model, moe = config.model, config.moe
+        model = config.model
+        like_layer = min(layer_id, model.num_layers - 1)
         self.layer_id, self.dropout = layer_id, model.hidden_dropout
         self.recomputes = recomputed_modules(config.training)
         sequence_parallel = config.parallel.sequence_parallel
@@ -40,18 +43,19 @@ class Block(nn.Module):
             "queue": queue,
         }
         self.attention_norm = Norm(model.hidden_size, model, ctx, dtype, partial_tp=sequence_parallel)
-        self.attention = Attention(
-            model,
-            ctx,
-            dtype,
+        settings = AttentionSettings(
+            window=model.windows[like_layer],
             cp_comm_type=config.parallel.cp_comm_type,
             recompute_core="core_attn" in self.recomputes,
             **common,
         )
+        attention = LatentAttention if model.multi_latent_attention else Attention
+        self.attention = attention(model, ctx, dtype, settings)
         self.feed_forward_norm = Norm(model.hidden_size, model, ctx, dtype, partial_tp=sequence_parallel)
         self.feed_forward: FeedForward | None = None
         self.moe: MoELayer | None = None
         if is_moe:
+            moe = config.moe.for_layer(like_layer, model.num_layers)
             width, gated = moe.moe_shared_expert_intermediate_size, moe.moe_shared_expert_gate
             recompute = "shared_experts" in self.recomputes
             shared = SharedExpert(width, gated, model, ctx, dtype, recompute=recompute, **common) if width else None

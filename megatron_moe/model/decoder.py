@@ -1,6 +1,7 @@
 """The decoder, or the part of it that a pipeline stage holds.
 
     ids_SB -> embedding -> x_SBD -> layers -> final norm -> logits (V / tp) -> loss per token -> sum / global tokens
+                                                     |-> multi-token prediction, with the same embedding and output
 
 Layers carry their number in the whole model, so that logical names do not depend on the stage.
 """
@@ -9,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import Config
 from megatron_moe.model.block import Block
+from megatron_moe.model.multi_token import PredictionModule, ahead
 from megatron_moe.model.norm import Norm
+from megatron_moe.moe.losses import attach_loss
 from megatron_moe.parallel.buckets import Bucket
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.gradients import with_weights
@@ -57,7 +61,11 @@ class OutputLayer(nn.Module):
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         """x [S', B, D] -> logits [S, B, V_padded / tp], this rank's columns."""
-        x_SBD = enter_tp(self.norm(x_SBD), self.ctx, self.sequence_parallel)
+        return self.logits(self.norm(x_SBD))
+
+    def logits(self, x_SBD: Tensor) -> Tensor:
+        """The same of rows that are normalised already."""
+        x_SBD = enter_tp(x_SBD, self.ctx, self.sequence_parallel)
         weight = self._embedding_weight[0] if self.weight is None else self.weight
         return linear(x_SBD, weight, None, None)
 
@@ -76,8 +84,9 @@ class Decoder(nn.Module):
     Args:
         layer_ids: numbers of the layers, from 0.
         has_embedding, has_output: whether tokens enter and losses leave here.
-        embedding_is_copied: the output layer is on another rank, which holds a copy of tied embeddings.
-        embedding: the first stage's, where it is on this rank too and its weights are tied to the output layer's.
+        embedding_is_copied: the output layer is on another rank, which holds a copy of the embedding where it needs
+            one: for tied weights, and for multi-token prediction.
+        embedding: the first stage's, where it is on this rank too.
         queue: where a schedule that splits the backward pass finds deferred weight gradients.
     """
 
@@ -98,15 +107,25 @@ class Decoder(nn.Module):
         dtype = getattr(torch, config.training.params_dtype)
         pattern = config.moe.layer_pattern(model.num_layers)
         layer_ids = range(model.num_layers) if layer_ids is None else layer_ids
-        self.embedding: VocabParallelEmbedding | None = None
-        if has_embedding:
-            spec = _vocabulary(config, ctx)
-            if embedding_is_copied and not model.untie_embeddings_and_output_weights:
-                spec = replace(spec, tied=True)
-            self.embedding = VocabParallelEmbedding(spec, ctx, dtype, config.parallel.sequence_parallel)
+        num_mtp = (model.mtp_num_layers or 0) if has_output else 0
+        ends_share = bool(model.mtp_num_layers) or not model.untie_embeddings_and_output_weights
+
+        def vocabulary(**changes: Any) -> VocabParallelEmbedding:
+            spec = replace(_vocabulary(config, ctx), **changes)
+            return VocabParallelEmbedding(spec, ctx, dtype, config.parallel.sequence_parallel)
+
+        self.embedding = vocabulary(tied=embedding_is_copied and ends_share) if has_embedding else None
+        self.embedding_copy: VocabParallelEmbedding | None = None
+        if num_mtp and self.embedding is None and embedding is None:
+            self.embedding_copy = vocabulary(tied=True, copy=True, name=EMBEDDING_NAME)
+        near = self.embedding or embedding or self.embedding_copy
+        self._embedding = [near]  # in a list: where it is another stage's it is not registered here
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
-        self.output = OutputLayer(config, ctx, dtype, self.embedding or embedding) if has_output else None
-        if has_output and embedding is not None and not model.untie_embeddings_and_output_weights:
+        self.mtp = nn.ModuleList(PredictionModule(config, k, ctx, dtype, queue) for k in range(num_mtp))
+        self.mtp_scale = model.mtp_loss_scaling_factor / max(num_mtp, 1)
+        self.mtp_losses: dict[int, Tensor] = {}  # of each module, this rank's part; by micro-batch and overwritten
+        self.output = OutputLayer(config, ctx, dtype, near) if has_output else None
+        if has_output and embedding is not None and ends_share:
             embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
         self._sharded_units: list[list[Bucket]] = []
         name_parameters(self)
@@ -116,12 +135,32 @@ class Decoder(nn.Module):
         """Activations of the previous stage (None at the first) -> those for the next, or the loss at the last.
 
         Returns:
-            [S', B, D], or [] this rank's part of the loss: sum over its tokens / tokens of the global batch.
+            [S', B, D], or [] this rank's part of the loss: sum over its tokens / tokens of the global batch. In
+            training its backward pass is also that of the losses of multi-token prediction.
         """
         x_SBD = self.hidden(x_SBD, tokens)
         if self.output is None:
             return x_SBD
-        logits_SBV = self.output(x_SBD)
+        h_SBD = self.output.norm(x_SBD)
+        loss = self._loss(h_SBD, tokens)
+        return attach_loss(loss, self._mtp_loss(h_SBD, tokens)) if len(self.mtp) and tokens.step.training else loss
+
+    def _mtp_loss(self, h_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+        """The prediction modules one after the other: weighted losses of tokens ever further ahead."""
+        losses, (embedding,) = [], self._embedding
+        assert embedding is not None
+        units = self._sharded_units[1 + len(self.layers) :]
+        for k, (module, unit) in enumerate(zip_longest(self.mtp, units)):
+            further = ahead(tokens, k + 1)
+            e_SBD = embedding(tokens.context(further.ids_SB))
+            h_SBD = with_weights(unit or [], partial(module, tokens=further), torch.stack([h_SBD, e_SBD]))
+            losses.append(self._loss(h_SBD, further))
+        self.mtp_losses[tokens.microbatch] = torch.stack(losses).detach()
+        return self.mtp_scale * torch.stack(losses).sum()
+
+    def _loss(self, h_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+        assert self.output is not None
+        logits_SBV = self.output.logits(h_SBD)
         labels_N = tokens.context(tokens.labels_SB).flatten()
         loss_N = vocab_parallel_cross_entropy(logits_SBV.flatten(0, 1), labels_N, self.output.spec, self.ctx)
         mask_N = tokens.context(tokens.loss_mask_SB).flatten()
@@ -135,15 +174,16 @@ class Decoder(nn.Module):
             ids_SB = tokens.context(tokens.ids_SB)
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
-        for block, unit in zip_longest(self.layers.values(), self._sharded_units[1:]):
+        for block, unit in zip_longest(self.layers.values(), self._sharded_units[1 : 1 + len(self.layers)]):
             x_SBD = with_weights(unit or [], partial(block, tokens=tokens), x_SBD)
         return x_SBD
 
     def units(self) -> list[list[ShardedParameter]]:
-        """Parameters by unit: what is outside the layers first, then layer by layer."""
-        in_layers = {id(p) for p in self.layers.parameters()}
+        """Parameters by unit: what is outside the layers first, then layer by layer, prediction modules included."""
+        layers = [*self.layers.values(), *self.mtp]
+        in_layers = {id(p) for layer in layers for p in layer.parameters()}
         outside = [p for p in sharded_parameters(self).values() if id(p) not in in_layers]
-        return [outside, *(list(sharded_parameters(block).values()) for block in self.layers.values())]
+        return [outside, *(list(sharded_parameters(block).values()) for block in layers)]
 
     def use_sharded_weights(self, units: list[list[Bucket]]) -> None:
         """From now on gather a layer's weights around its use; what is outside the layers stays for the whole step."""

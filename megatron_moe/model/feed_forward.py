@@ -30,6 +30,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.sequence_parallel, self.activation = ctx, sequence_parallel, config.activation
+        self.activation_options = {"clamp": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
         self.num_projections = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),
@@ -54,7 +55,8 @@ class FeedForward(nn.Module):
     def forward(self, x_SBD: Tensor) -> Tensor:
         """x [S', B, D] -> [S', B, D]."""
         hidden = self.fc1(enter_tp(x_SBD, self.ctx, self.sequence_parallel))
-        return self.fc2(activate(hidden.unflatten(-1, (self.num_projections, -1)), self.activation))
+        hidden = hidden.unflatten(-1, (self.num_projections, -1))
+        return self.fc2(activate(hidden, self.activation, **self.activation_options))
 
 
 class SharedExpert(nn.Module):

@@ -32,27 +32,29 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(ids_V[torch.multinomial(probabilities_V * keep_V, 1, generator=generator)])
 
 
+def whole_batch(ids_SB: Tensor, ctx: ParallelContext) -> TokenBatch:
+    """Tokens [S, B] to be looked at by one process, not trained on."""
+    seq_length, batch = ids_SB.shape
+    return TokenBatch(
+        ids_SB=ids_SB,
+        labels_SB=ids_SB,
+        loss_mask_SB=torch.zeros_like(ids_SB, dtype=torch.bool),
+        positions_SB=torch.arange(seq_length, device=ctx.device).unsqueeze(1).expand(-1, batch),
+        documents_SB=None,
+        padding_SB=None,
+        sample_ids_B=torch.zeros(batch, dtype=torch.int64, device=ctx.device),
+        microbatch=0,
+        layout=SequenceLayout(seq_length, ctx, sequence_parallel=False),
+        step=StepInfo(seed=0, iteration=0, training=False, num_loss_tokens=1.0, num_routed_tokens=float(ids_SB.numel())),
+    )
+
+
 @torch.no_grad()
 def continuation_logits(model: Decoder, ids: list[int], ctx: ParallelContext) -> Tensor:
     """[V] logits of the token after ``ids``, in one process."""
     assert ctx.world.size == 1 and model.output is not None
-    ids_SB = torch.tensor(ids, device=ctx.device).unsqueeze(1)
-    mask_SB = torch.zeros_like(ids_SB, dtype=torch.bool)
-    tokens = TokenBatch(
-        ids_SB=ids_SB,
-        labels_SB=ids_SB,
-        loss_mask_SB=mask_SB,
-        positions_SB=torch.arange(len(ids), device=ctx.device).unsqueeze(1),
-        documents_SB=None,
-        padding_SB=None,
-        sample_ids_B=torch.zeros(1, dtype=torch.int64, device=ctx.device),
-        microbatch=0,
-        layout=SequenceLayout(len(ids), ctx, sequence_parallel=False),
-        step=StepInfo(seed=0, iteration=0, training=False, num_loss_tokens=1.0, num_routed_tokens=float(len(ids))),
-    )
-    x_SBD = model.hidden(None, tokens)
-    vocab_size = model.output.spec.shape[0]
-    return model.output(x_SBD[-1:])[0, 0, :vocab_size]
+    x_SBD = model.hidden(None, whole_batch(torch.tensor(ids, device=ctx.device).unsqueeze(1), ctx))
+    return model.output(x_SBD[-1:])[0, 0, : model.output.spec.shape[0]]
 
 
 def generate(

@@ -19,6 +19,9 @@ The backward pass needs no scores of other blocks: with the final lse and delta 
 Keys and values go round once more; their gradients follow one step behind, each rank adding its share, and arrive at
 their owner after cp - 1 steps. What is sent travels while the blocks at hand are computed.
 
+A sink (``core_attention.py``) is a block of one key without a value, merged first: out = 0, lse = sink. Its own
+gradient is the sum of -e^(sink - lse) delta.
+
 Letters here: Z chunks, c positions of a chunk, N = R c rows: the R query heads of a group times the positions.
 """
 
@@ -34,36 +37,64 @@ from megatron_moe.parallel.tokens import TokenBatch, context_chunks
 
 
 class Block(NamedTuple):
-    """A chunk of queries against a chunk of keys, as halves (0 or 1) of what their ranks hold."""
+    """A chunk of queries against a chunk of keys, as halves (0 or 1) of what their ranks hold.
+
+    Attributes:
+        causal: the same chunk: causal inside; else an earlier one.
+        documents: [B, c] of the queries and of the keys, where attention heeds them.
+        reach: query i sees keys i - reach and later, as positions inside their chunks; None where it sees all.
+    """
 
     query_half: int
     key_half: int
-    causal: bool  # the same chunk: causal inside; else an earlier one
-    documents: tuple[Tensor, Tensor] | None  # [B, c] of the queries and of the keys, where attention heeds them
+    causal: bool
+    documents: tuple[Tensor, Tensor] | None
+    reach: int | None
 
 
-def ring_attention(q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, tokens: TokenBatch, axis: Axis) -> Tensor:
+def ring_attention(
+    q_SBHC: Tensor,
+    k_SBGC: Tensor,
+    v_SBGC: Tensor,
+    tokens: TokenBatch,
+    axis: Axis,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Attention of this rank's queries over the whole sequence.
 
     Args:
         q_SBHC: [S / cp, B, H, C]; heads h with equal h // (H / G) share a key head.
         k_SBGC, v_SBGC: [S / cp, B, G, C] and [S / cp, B, G, C']; only these G heads are sent.
         axis: the context-parallel axis.
+        scale, window, sinks_H: as in :func:`~megatron_moe.model.core_attention.attend`.
 
     Returns:
         [S / cp, B, H, C'].
     """
-    blocks = [visible_blocks(tokens, axis.rank, owner, axis.size) for owner in range(axis.size)]
-    return _RingAttention.apply(q_SBHC, k_SBGC, v_SBGC, blocks, axis)  # type: ignore[return-value]
+    blocks = [visible_blocks(tokens, axis.rank, owner, axis.size, window) for owner in range(axis.size)]
+    scale = q_SBHC.shape[-1] ** -0.5 if scale is None else scale
+    return _RingAttention.apply(q_SBHC, k_SBGC, v_SBGC, sinks_H, scale, blocks, axis)  # type: ignore[return-value]
 
 
-def visible_blocks(tokens: TokenBatch, query_rank: int, key_rank: int, cp: int) -> list[Block]:
+def visible_blocks(
+    tokens: TokenBatch, query_rank: int, key_rank: int, cp: int, window: int | None = None
+) -> list[Block]:
     """What a rank's queries see of a rank's keys. Asks the host alone (``TokenBatch.document_bounds``)."""
     bounds, blocks = tokens.document_bounds, []
+    size = tokens.layout.seq_length // (2 * cp)
     for query_half, query_chunk in enumerate(context_chunks(query_rank, cp)):
         for key_half, key_chunk in enumerate(context_chunks(key_rank, cp)):
             if key_chunk > query_chunk:
                 continue
+            reach = None
+            if window is not None:
+                reach = window - (query_chunk - key_chunk) * size
+                if reach <= -size:
+                    continue  # even the first query is too far from the last key
+                reach = None if reach >= size - 1 else reach
             documents = None
             if bounds is not None and tokens.documents_SB is not None:
                 pairs = zip(bounds[query_chunk], bounds[key_chunk], strict=True)
@@ -71,33 +102,42 @@ def visible_blocks(tokens: TokenBatch, query_rank: int, key_rank: int, cp: int) 
                     continue
                 chunks = tokens.documents_SB.T.chunk(2 * cp, 1)
                 documents = chunks[query_chunk], chunks[key_chunk]
-            blocks.append(Block(query_half, key_half, query_chunk == key_chunk, documents))
+            blocks.append(Block(query_half, key_half, query_chunk == key_chunk, documents, reach))
     return blocks
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, blocks: list[list[Block]], axis: Axis
+        ctx: FunctionCtx,
+        q_SBHC: Tensor,
+        k_SBGC: Tensor,
+        v_SBGC: Tensor,
+        sinks_H: Tensor | None,
+        scale: float,
+        blocks: list[list[Block]],
+        axis: Axis,
     ) -> Tensor:
         num_groups, channels = k_SBGC.shape[2:]
         q_ZBGNC = _by_chunk(q_SBHC, num_groups)
         kv_ZBGcC = _by_chunk(torch.cat([k_SBGC, v_SBGC], -1), num_groups)
         out_ZBGNC = _wide(q_ZBGNC).new_zeros(*q_ZBGNC.shape[:-1], v_SBGC.shape[-1])
         lse_ZBGN = out_ZBGNC.new_full(out_ZBGNC.shape[:-1], -torch.inf)
+        if sinks_H is not None:
+            lse_ZBGN.copy_(_per_row(sinks_H, lse_ZBGN))
         for owner, kv in round_the_ring(kv_ZBGcC, axis):
             for block in blocks[owner]:
                 half, k_BGcC, v_BGcC = block.query_half, *_keys_values(kv[block.key_half], channels)
-                scores_BGNc = _scores(_wide(q_ZBGNC[half]), k_BGcC, block)
+                scores_BGNc = _scores(_wide(q_ZBGNC[half]) * scale, k_BGcC, block)
                 _merge(out_ZBGNC[half], lse_ZBGN[half], scores_BGNc, v_BGcC)
-        ctx.save_for_backward(q_ZBGNC, kv_ZBGcC, out_ZBGNC, lse_ZBGN)
-        ctx.blocks, ctx.axis, ctx.channels = blocks, axis, channels  # type: ignore[attr-defined]
+        ctx.save_for_backward(q_ZBGNC, kv_ZBGcC, out_ZBGNC, lse_ZBGN, sinks_H)  # type: ignore[arg-type]
+        ctx.scale, ctx.blocks, ctx.axis, ctx.channels = scale, blocks, axis, channels  # type: ignore[attr-defined]
         return _by_position(out_ZBGNC, q_SBHC.shape[2] // num_groups).to(q_SBHC.dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_SBHC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
-        q_ZBGNC, kv_ZBGcC, out_ZBGNC, lse_ZBGN = ctx.saved_tensors  # type: ignore[attr-defined]
-        blocks, axis, channels = ctx.blocks, ctx.axis, ctx.channels  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_ZBGNC, kv_ZBGcC, out_ZBGNC, lse_ZBGN, sinks_H = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale, blocks, axis, channels = ctx.scale, ctx.blocks, ctx.axis, ctx.channels  # type: ignore[attr-defined]
         num_groups = q_ZBGNC.shape[2]
         grad_ZBGNC = _wide(_by_chunk(grad_SBHC, num_groups))
         delta_ZBGN = (grad_ZBGNC * out_ZBGNC).sum(-1)
@@ -108,7 +148,7 @@ class _RingAttention(torch.autograd.Function):
             for block in blocks[owner]:
                 half, k_BGcC, v_BGcC = block.query_half, *_keys_values(kv[block.key_half], channels)
                 rows = q_ZBGNC[half], grad_ZBGNC[half], lse_ZBGN[half], delta_ZBGN[half]
-                dq, dk, dv = _block_gradients(*rows, k_BGcC, v_BGcC, block)
+                dq, dk, dv = _block_gradients(*rows, k_BGcC, v_BGcC, block, scale)
                 dq_ZBGNC[half] += dq
                 dkv[block.key_half, ..., :channels] += dk
                 dkv[block.key_half, ..., channels:] += dv
@@ -119,17 +159,30 @@ class _RingAttention(torch.autograd.Function):
         own = own if travelling is None else own + travelling.wait()
         dk, dv = _by_position(own, 1).to(kv_ZBGcC.dtype).split([channels, own.shape[-1] - channels], -1)
         dq_SBHC = _by_position(dq_ZBGNC, grad_SBHC.shape[2] // num_groups).to(q_ZBGNC.dtype)
-        return dq_SBHC, dk, dv, None, None
+        dsinks_H = None
+        if sinks_H is not None:
+            share_ZBGN = (_per_row(sinks_H, lse_ZBGN) - lse_ZBGN).exp_().mul_(delta_ZBGN)
+            dsinks_H = -share_ZBGN.unflatten(3, (sinks_H.numel() // num_groups, -1)).sum((0, 1, 4)).flatten()
+            dsinks_H = dsinks_H.to(sinks_H.dtype)
+        return dq_SBHC, dk, dv, dsinks_H, None, None, None
+
+
+def _per_row(sinks_H: Tensor, rows_ZBGN: Tensor) -> Tensor:
+    """The sink of each row's head, in the shape [1, 1, G, N]."""
+    num_groups, num_rows = rows_ZBGN.shape[2:]
+    sinks_GR = sinks_H.to(rows_ZBGN.dtype).view(num_groups, -1)
+    return sinks_GR.repeat_interleave(num_rows // sinks_GR.shape[1], 1)[None, None]
 
 
 def _scores(q_BGNC: Tensor, k_BGcC: Tensor, block: Block) -> Tensor:
-    """[B, G, N, c] scaled scores, -inf where a query may not look."""
-    scores_BGNc = (q_BGNC * q_BGNC.shape[-1] ** -0.5) @ k_BGcC.transpose(-1, -2)
+    """[B, G, N, c] scores of scaled queries, -inf where a query may not look."""
+    scores_BGNc = q_BGNC @ k_BGcC.transpose(-1, -2)
     num_keys = k_BGcC.shape[-2]
     hidden_Bcc = None
-    if block.causal:
+    if block.causal or block.reach is not None:
         ones_cc = torch.ones(num_keys, num_keys, dtype=torch.bool, device=scores_BGNc.device)
-        hidden_Bcc = ones_cc.triu(1).unsqueeze(0)
+        later_cc = ones_cc.triu(1) if block.causal else ~ones_cc
+        hidden_Bcc = (later_cc if block.reach is None else later_cc | ones_cc.tril(-block.reach - 1)).unsqueeze(0)
     if block.documents is not None:
         queries_Bc, keys_Bc = block.documents
         other_Bcc = queries_Bc.unsqueeze(2) != keys_Bc.unsqueeze(1)
@@ -157,13 +210,14 @@ def _block_gradients(
     k_BGcC: Tensor,
     v_BGcC: Tensor,
     block: Block,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's part of the gradients of q, k and v; the sum over the query heads of a group is in the product."""
-    q_BGNC = _wide(q_BGNC)
+    q_BGNC = _wide(q_BGNC) * scale
     p_BGNc = (_scores(q_BGNC, k_BGcC, block) - lse_BGN.unsqueeze(-1)).exp_()
     dv_BGcC = p_BGNc.transpose(-1, -2) @ grad_BGNC
-    ds_BGNc = p_BGNc.mul_(grad_BGNC @ v_BGcC.transpose(-1, -2) - delta_BGN.unsqueeze(-1)).mul_(q_BGNC.shape[-1] ** -0.5)
-    return ds_BGNc @ k_BGcC, ds_BGNc.transpose(-1, -2) @ q_BGNC, dv_BGcC
+    ds_BGNc = p_BGNc.mul_(grad_BGNC @ v_BGcC.transpose(-1, -2) - delta_BGN.unsqueeze(-1))
+    return (ds_BGNc @ k_BGcC) * scale, ds_BGNc.transpose(-1, -2) @ q_BGNC, dv_BGcC
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
     rows_RD --fc1_LPFD--> [R, P, F] --activation * gate weight--> [R, F] --fc2_LDF--> rows_RD
 
-The gate weight is applied before the second product: the result is the same (fc2 has no bias), and the [R, D] output
-need not be kept for the weight's gradient (formulas 8.3).
+The gate weight is applied before the second product: the result is the same, and the [R, D] output need not be kept for
+the weight's gradient (formulas 8.3). A bias of the second product is multiplied by it too.
 """
 
 import torch
@@ -71,9 +71,11 @@ class Experts(nn.Module):
         super().__init__()
         assert moe.num_experts is not None
         num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
-        self.activation, self.queue = model.activation, queue
+        self.activation, self.queue, self.etp = model.activation, queue, ctx.etp.size
+        self.activation_options = {"clamp": model.activation_func_clamp_value, "offset": model.glu_linear_offset}
         self.num_projections = 2 if model.gated else 1
-        self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device)
+        sizes = (model.hidden_size, width // ctx.etp.size)
+        self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
         fc1 = ShardSpec(
             (num_experts, self.num_projections, width, model.hidden_size),
             shards=(("ep", 0), ("etp", 2)),
@@ -90,10 +92,30 @@ class Experts(nn.Module):
         )
         self.fc1 = empty_parameter(fc1, ctx, dtype)
         self.fc2 = empty_parameter(fc2, ctx, dtype)
+        zero = {"expert": True, "stacked": True, "initial": Initial("constant", 0.0), "decay": False}
+        fc1_bias = ShardSpec(fc1.shape[:3], shards=fc1.shards, **zero)
+        fc2_bias = ShardSpec(fc2.shape[:2], shards=(("ep", 0),), **zero)
+        self.fc1_bias = empty_parameter(fc1_bias, ctx, dtype) if model.add_bias_linear else None
+        self.fc2_bias = empty_parameter(fc2_bias, ctx, dtype) if model.add_bias_linear else None
 
     def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
         hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.backend, self.queue)  # type: ignore[assignment]
-        hidden_RF = activate(hidden.unflatten(1, (self.num_projections, -1)), self.activation)
-        hidden_RF = hidden_RF * weights_R.unsqueeze(1).to(hidden_RF.dtype)
-        return _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[return-value]
+        weights_R1, experts_R = weights_R.unsqueeze(1).to(hidden.dtype), None
+        if self.fc1_bias is not None:
+            experts_R = _experts_of_rows(counts_L, hidden)
+            hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
+        hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
+        hidden_RF = activate(hidden_RPF, self.activation, **self.activation_options) * weights_R1
+        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        if self.fc2_bias is None or experts_R is None:
+            return y_RD
+        # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
+        shared_LD = self.fc2_bias.detach() / self.etp + (self.fc2_bias - self.fc2_bias.detach())
+        return y_RD + shared_LD.index_select(0, experts_R) * weights_R1
+
+
+def _experts_of_rows(counts_L: Tensor, rows: Tensor) -> Tensor:
+    """[R] int64: the expert of each row, on the rows' device."""
+    experts_L = torch.arange(len(counts_L), device=counts_L.device)
+    return experts_L.repeat_interleave(counts_L, output_size=len(rows)).to(rows.device, non_blocking=True)

@@ -4,8 +4,8 @@
 
 A decision that needs a whole logical group (expert choice, Sinkhorn, GShard, any capacity) is made on the gathered
 logits, the same on every rank of the group, and each rank keeps its own tokens. All other decisions are made where the
-token is. Balance losses need only sums: counts are added over the ranks that share a sequence. Those of the global batch are known
-when the step is over; a loss that asks for them gets the last step's.
+token is. Balance losses need only sums: counts are added over the ranks that share a sequence. Those of the global
+batch are known when the step is over; a loss that asks for them gets the last step's.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,8 @@ class Gate(nn.Module):
         rows = moe.num_experts * self.router.logits_per_expert
         spec = ShardSpec((rows, model.hidden_size), partial_tp=True, initial=Initial("normal", std))
         self.weight = empty_parameter(spec, ctx, self.dtype)
+        zero = ShardSpec((rows,), partial_tp=True, initial=Initial("constant", 0.0), decay=False)
+        self.logit_bias = empty_parameter(zero, ctx, self.dtype) if model.add_bias_linear else None
         bias = torch.zeros(moe.num_experts, dtype=self.dtype, device=ctx.device)
         self.register_buffer("bias_E", bias if moe.moe_router_enable_expert_bias else None)
         named = (BALANCE_LOSSES[name] for name in moe.moe_router_load_balancing_type)
@@ -69,6 +71,8 @@ class Gate(nn.Module):
         self.register_buffer("batch_load_E", uniform if uses_batch else None)
         # By micro-batch and overwritten: a recomputed forward cannot count twice.
         self.statistics: dict[int, Statistics] = {}
+        # Bytes sent to bring a micro-batch to its experts and back. Apart: a recomputation stops before it knows them.
+        self.dispatch_bytes: dict[int, int] = {}
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> tuple[Choice, Tensor | None]:
         """Decide for this rank's tokens.
@@ -80,7 +84,7 @@ class Gate(nn.Module):
             choice: over [1, T, K] with T = S' B, in the order of the flattened rows.
             loss: this rank's part of all balance losses, ready to be added to the training loss; None in evaluation.
         """
-        logits_SBE = F.linear(self._input(x_SBD, tokens), self.weight)
+        logits_SBE = F.linear(self._input(x_SBD, tokens), self.weight, self.logit_bias)
         training = tokens.step.training
         if needs_whole_groups(self.router, self.config, training):
             choice = self._decide_in_groups(logits_SBE, tokens)
@@ -136,7 +140,7 @@ class Gate(nn.Module):
         layout = tokens.layout
         whole_BSE = layout.gather(logits_SBE).transpose(0, 1)
         batch, seq_length = whole_BSE.shape[:2]
-        group = group_tokens(self.config.moe_group_size, seq_length)
+        group = group_tokens(self.config.moe_group_size, seq_length, batch)
         logits_GTE = whole_BSE.reshape(-1, group, whole_BSE.shape[-1])
         choice = self._decide(logits_GTE, tokens, lambda whole_SB: whole_SB.T.reshape(-1, group))
 
@@ -208,14 +212,19 @@ class Gate(nn.Module):
         return torch.stack([coefficients[name] * value for name, value in losses.items()]).sum()
 
 
-def group_tokens(group_size: str, seq_length: int) -> int:
-    """Tokens of a logical group: ``--moe-group-size`` read."""
-    return seq_length if group_size == "sequence" else int(group_size)
+def group_tokens(group_size: str, seq_length: int, batch: int) -> int:
+    """Tokens of a logical group: ``--moe-group-size`` read.
+
+    A sequence that the size does not fit, as the growing one of generation, is a group by itself; training checks it.
+    """
+    group = seq_length if group_size == "sequence" else int(group_size)
+    fits = seq_length % group == 0 or (group % seq_length == 0 and seq_length * batch % group == 0)
+    return group if fits else seq_length
 
 
 def _group_ids(tokens: TokenBatch, group_size: str) -> tuple[Tensor, int]:
     """Group of each of this rank's tokens, and the number of groups in the micro-batch."""
     seq_length, batch = tokens.ids_SB.shape
-    group = group_tokens(group_size, seq_length)
+    group = group_tokens(group_size, seq_length, batch)
     position_BS = torch.arange(seq_length * batch, device=tokens.ids_SB.device).view(batch, seq_length)
     return tokens.local(position_BS.T // group).flatten(), seq_length * batch // group

@@ -1,7 +1,9 @@
 """The MoE layer: route, dispatch, experts, combine. The only place where the four meet.
 
     x_SBD -> gate -> Choice -> Routing -> dispatch (all-to-all over ep) -> rows_RD -> experts -> combine -> y_SBD
-        \\--> shared expert (every token) ---------------------------------------------------------------> +
+        \\--> shared expert (every token) ------------------------------------------- + or learned weights -> +
+
+With a learned coefficient the two outputs are weighed instead of added (``moe/residual.py``).
 """
 
 import torch
@@ -13,6 +15,8 @@ from megatron_moe.moe.dispatchers import build_dispatcher
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.gate import Gate
 from megatron_moe.moe.losses import attach_loss
+from megatron_moe.moe.replay import decided
+from megatron_moe.moe.residual import ResidualCoefficient
 from megatron_moe.moe.routing import flatten
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
@@ -41,10 +45,11 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
-        self.config = moe
+        self.config, self.ctx = moe, ctx
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
         self.shared_expert = shared_expert
+        self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
         self.dispatcher = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, ctx)
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
@@ -52,9 +57,18 @@ class MoELayer(nn.Module):
         choice, loss = self.gate(x_SBD, tokens)
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
+        sent_before = self._sent_bytes()
         dispatched = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
         rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
         y_SBD = self.dispatcher.combine(rows_RD, dispatched).view(x_SBD.shape)
+        self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: self._sent_bytes() - sent_before)
         if self.shared_expert is not None:
-            y_SBD = y_SBD + self.shared_expert(x_SBD)
+            y_SBD = self._join(x_SBD, y_SBD, self.shared_expert(x_SBD))
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
+
+    def _sent_bytes(self) -> int:
+        """Bytes this rank ever sent over the axes of the expert mesh on which tokens travel."""
+        return self.ctx.traffic.bytes_on(("ep", "etp"))
+
+    def _join(self, x_SBD: Tensor, routed_SBD: Tensor, shared_SBD: Tensor) -> Tensor:
+        return routed_SBD + shared_SBD if self.coefficient is None else self.coefficient(x_SBD, routed_SBD, shared_SBD)

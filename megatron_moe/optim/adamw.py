@@ -29,7 +29,7 @@ class AdamW:
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            fused=True,
+            fused=all(m.device.type != "meta" for m in self.masters),  # a dry run has no kernels
         )
         self._create_state()
 

@@ -119,7 +119,8 @@ class Bucket:
         """Wait for the reduction; a shard is added to what earlier micro-batches left."""
         self.reducing = False
         if self._work is not None:
-            self._work.wait()
+            with self.axis.traffic.waiting():
+                self._work.wait()
             self._work = None
         if self._received is not None:
             self.shard_grads += self._received

@@ -40,7 +40,8 @@ def sum_(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in place: partial sum -> replicated. No gradient."""
     if axis.size > 1:
         axis.traffic.add(axis.name, "all_reduce", 2 * (axis.size - 1) * _bytes(tensor) // axis.size)
-        dist.all_reduce(tensor, group=axis.group)
+        with axis.traffic.waiting():
+            dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
@@ -48,7 +49,8 @@ def max_(tensor: Tensor, axis: Axis) -> Tensor:
     """Maximum over the axis, in place. No gradient."""
     if axis.size > 1:
         axis.traffic.add(axis.name, "all_reduce", 2 * (axis.size - 1) * _bytes(tensor) // axis.size)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        with axis.traffic.waiting():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
     return tensor
 
 
@@ -58,7 +60,8 @@ def gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     axis.traffic.add(axis.name, "all_gather", (axis.size - 1) * _bytes(tensor))
     whole = tensor.new_empty((tensor.shape[0] * axis.size, *tensor.shape[1:]))
-    _all_gather_single(whole, tensor.contiguous(), group=axis.group)
+    with axis.traffic.waiting():
+        _all_gather_single(whole, tensor.contiguous(), group=axis.group)
     return whole
 
 
@@ -68,7 +71,8 @@ def scatter_sum_dim0(tensor: Tensor, axis: Axis) -> Tensor:
         return tensor
     axis.traffic.add(axis.name, "reduce_scatter", (axis.size - 1) * _bytes(tensor) // axis.size)
     share = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-    _reduce_scatter_single(share, tensor.contiguous(), group=axis.group)
+    with axis.traffic.waiting():
+        _reduce_scatter_single(share, tensor.contiguous(), group=axis.group)
     return share
 
 
@@ -94,7 +98,8 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], axis: Axis)
     row_bytes = _bytes(rows) // max(rows.shape[0], 1)
     axis.traffic.add(axis.name, "all_to_all", (sum(send) - send[axis.rank]) * row_bytes)
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=axis.group)
+    with axis.traffic.waiting():
+        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=axis.group)
     return received
 
 
@@ -242,6 +247,7 @@ class RingShift:
         self._sent = tensor.contiguous()
         self._received = torch.empty_like(self._sent)
         following, previous = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+        self._traffic = axis.traffic
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, following, group=axis.group),
@@ -251,8 +257,9 @@ class RingShift:
 
     def wait(self) -> Tensor:
         """The previous rank's tensor, once it is here."""
-        for work in self._works:
-            work.wait()
+        with self._traffic.waiting():
+            for work in self._works:
+                work.wait()
         return self._received
 
 

@@ -5,6 +5,8 @@ identity, so the same model runs in one process with no process group at all (:m
 """
 
 from collections import defaultdict
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.parallel.layout import GROUP_AXES, MeshSizes, coordinates, ends, peers
+from megatron_moe.parallel.waiting import WaitClock
 
 
 @dataclass
@@ -22,10 +25,20 @@ class Traffic:
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     sent_bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
 
+    clock: WaitClock | None = None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a call that waits for other ranks: its time counts, where somebody wants to know."""
+        return nullcontext() if self.clock is None else self.clock.measure()
+
     def add(self, axis: str, collective: str, num_bytes: int) -> None:
         """Note one call."""
         self.calls[axis, collective] += 1
         self.sent_bytes[axis, collective] += num_bytes
+
+    def bytes_on(self, axes: Collection[str]) -> int:
+        """Bytes sent so far over some axes."""
+        return sum(num for (axis, _), num in self.sent_bytes.items() if axis in axes)
 
     def clear(self) -> None:
         """Forget all counts."""

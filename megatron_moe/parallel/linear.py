@@ -95,6 +95,36 @@ class ColumnParallelLinear(nn.Module):
         return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows], None)
 
 
+class ReplicatedLinear(nn.Module):
+    """[..., in] -> [..., out], whole on every tp rank.
+
+    Args:
+        partial_tp: each tp rank multiplies other tokens (sequence parallel), so that gradients are partial over tp;
+            else all multiply the same.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        *,
+        partial_tp: bool,
+        bias: bool = False,
+        initial: Initial = _DEFAULT,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.queue = queue
+        self.weight = empty_parameter(ShardSpec(shape, partial_tp=partial_tp, initial=initial), ctx, dtype)
+        bias_spec = ShardSpec(shape[:1], partial_tp=partial_tp, initial=Initial("constant", 0.0), decay=False)
+        self.bias = empty_parameter(bias_spec, ctx, dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return linear(x, self.weight, self.bias, self.queue)
+
+
 class RowParallelLinear(nn.Module):
     """[S, B, in / tp] -> [S', B, D]: multiplies by this rank's columns and sums over tp (scattering the sequence)."""
 

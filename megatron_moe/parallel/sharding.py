@@ -40,7 +40,7 @@ class ShardSpec:
         shards: (axis, dim) pairs: the axis cuts the dim into equal pieces of the padded shape.
         padded: storage shape over all shards; default: the logical shape.
         expert: the expert view of the mesh rules (replicas on ``edp``), not the dense one (``cp`` x ``dp``).
-        partial_tp: replicated over tp (etp for experts), yet each rank's gradient covers only its own tokens or heads.
+        partial_tp: replicated over tp, yet each rank's gradient covers only its own tokens or heads. Not for experts.
         initial: distribution of the initial values.
         stacked: draw each index of dim 0 on its own (experts), so that a rank draws only what it keeps.
         decay: whether weight decay applies.
@@ -154,6 +154,8 @@ def name_parameters(module: nn.Module) -> None:
 @torch.no_grad()
 def initialise(module: nn.Module, ctx: ParallelContext, seed: int) -> None:
     """Give every parameter its initial values: a function of (seed, logical name, logical shape) alone."""
+    if ctx.device.type == "meta":
+        return  # a dry run: shapes without data
     for parameter in sharded_parameters(module).values():
         spec, slices = parameter.spec, parameter.spec.logical_slices(ctx)
         parameter.zero_()  # padding stays zero

@@ -85,6 +85,7 @@ class Runtime:
         self.stages, self.ctx = stages, ctx
         self.activation_shape, self.dtype = activation_shape, dtype
         self.current: str = "idle"  # what a report of a hang prints
+        self.num_done = 0  # actions since the start of the run: whether anything moves
         self.recorded: list[Recorded] | None = None
         self._do: dict[Kind, Callable[[Action, TokenBatch | None, Schedule, _InFlight], None]] = {
             Kind.F: self._forward,
@@ -114,10 +115,12 @@ class Runtime:
             self.current, start = str(action), time.perf_counter()
             tokens = batches[action.microbatch] if action.microbatch >= 0 else None
             self._do[action.kind](action, tokens, schedule, flight)
+            self.num_done += 1
             if self.recorded is not None:
                 self.recorded.append(Recorded(self.current, start - begin, time.perf_counter() - begin))
-        for _, work in flight.sends:
-            work.wait()
+        with self.ctx.traffic.waiting():
+            for _, work in flight.sends:
+                work.wait()
         self.current = "idle"
         zero = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         return torch.stack([zero, *(loss.double() for loss in flight.losses)]).sum()
@@ -195,14 +198,14 @@ class Runtime:
     ) -> None:
         self.stages[action.stage].reducer.reduce()
 
-    @staticmethod
     def _arrived(
-        kind: Kind, key: tuple[int, int], handed_over: dict[tuple[int, int], Tensor], flight: _InFlight
+        self, kind: Kind, key: tuple[int, int], handed_over: dict[tuple[int, int], Tensor], flight: _InFlight
     ) -> Tensor:
         """What another rank sent, once it is here, or what a neighbouring stage on this rank handed over."""
         posted = flight.receives.pop((kind, *key), None)
         if posted is None:
             return handed_over.pop(key)
         buffer, work = posted
-        work.wait()
+        with self.ctx.traffic.waiting():
+            work.wait()
         return buffer

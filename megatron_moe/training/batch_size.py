@@ -20,16 +20,14 @@ def batch_size_at(config: TrainingConfig, consumed_samples: int) -> int:
 
 
 def run_length(config: TrainingConfig) -> tuple[int, int]:
-    """(iterations, samples) of the whole run, whichever of them is given."""
+    """(iterations, samples) of the whole run, whichever of them is given; never more samples than --train-samples."""
     iterations, consumed = 0, 0
-    if config.train_iters is not None and not config.rampup_batch_size:
-        assert config.global_batch_size is not None
-        return config.train_iters, config.train_iters * config.global_batch_size
-    while (
-        iterations < config.train_iters
-        if config.train_iters is not None
-        else consumed < (config.train_samples or 0)
-    ):
-        consumed += batch_size_at(config, consumed)
-        iterations += 1
-    return iterations, consumed
+    while True:
+        batch_size = batch_size_at(config, consumed)
+        if config.train_iters is not None:
+            over = iterations == config.train_iters
+        else:
+            over = consumed + batch_size > (config.train_samples or 0)
+        if over:
+            return iterations, consumed
+        iterations, consumed = iterations + 1, consumed + batch_size

@@ -46,13 +46,7 @@ class Machine:
 
     def schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
         """The schedule of a step with its communication; made once per number of micro-batches."""
-        parallel = self.config.parallel
-        schedule = _schedule(
-            parallel.pipeline_schedule,
-            self.ctx.pp.size,
-            num_microbatches,
-            parallel.num_virtual_stages_per_pipeline_rank,
-        )
+        schedule = schedule_of(self.config, self.ctx.pp.size, num_microbatches)
         return schedule if training else forward_only(schedule)
 
     @property
@@ -77,6 +71,14 @@ class Machine:
         return self.optimizer.pieces
 
 
+def schedule_of(config: Config, pp: int, num_microbatches: int) -> Schedule:
+    """The schedule of a training step with its communication; made once per number of micro-batches."""
+    parallel = config.parallel
+    return _schedule(
+        parallel.pipeline_schedule, pp, num_microbatches, parallel.num_virtual_stages_per_pipeline_rank
+    )
+
+
 @cache
 def _schedule(name: str, pp: int, num_microbatches: int, num_virtual: int | None) -> Schedule:
     return add_grad_reduction(add_communication(make_schedule(name, pp, num_microbatches, num_virtual)))
@@ -90,9 +92,8 @@ def stage_layouts(config: Config) -> tuple[StageLayout, ...]:
     pp = parallel.pipeline_model_parallel_size
     num_stages = pp * chunks_per_rank(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
     flops = ForwardFlops.of(config)
-    pattern = config.moe.layer_pattern(config.model.num_layers)
-    costs = [flops.attention + (flops.moe if is_moe else flops.dense) for is_moe in pattern]
-    return tuple(balance(costs, 0.0, flops.head, num_stages))
+    *before, last = balance(flops.layers, 0.0, flops.head + flops.mtp, num_stages)
+    return *before, replace(last, mtp_ids=tuple(range(config.model.mtp_num_layers or 0)))
 
 
 def build_machine(config: Config, ctx: ParallelContext) -> Machine:

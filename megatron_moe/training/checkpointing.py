@@ -1,24 +1,31 @@
 """Saving and resuming a run: what is stored, and what a stored configuration must have in common with this one."""
 
 import sys
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 
 from megatron_moe.checkpoint import (
+    BackgroundWriter,
     CheckpointError,
     entries_of,
     find_latest,
     load_checkpoint,
+    newest_whole,
     on_first_rank,
     read_config_text,
     save_checkpoint,
     verify_checkpoint,
 )
+from megatron_moe.checkpoint.entries import Entry
 from megatron_moe.config import compare, from_dict
 from megatron_moe.config.schema import CheckpointConfig, Config
+from megatron_moe.moe.gate import Gate
 from megatron_moe.parallel.buckets import Piece
 from megatron_moe.training.build import Machine
 from megatron_moe.training.launch import is_main_rank
@@ -26,30 +33,74 @@ from megatron_moe.training.launch import is_main_rank
 
 def _buffers(machine: Machine) -> dict[str, Tensor]:
     """What gates remember from step to step, by logical name: balancing biases, loads of the last global batch."""
-    named = ((f"layers.{i}.moe.gate.{k}", b) for i, gate in machine.gates.items() for k, b in gate.named_buffers())
-    return {name: buffer for name, buffer in named if buffer is not None}
+    modules = (item for stage in machine.stages.values() for item in stage.module.named_modules())
+    gates = [(name, module) for name, module in modules if isinstance(module, Gate)]
+    return {f"{name}.{key}": buffer for name, gate in gates for key, buffer in gate.named_buffers()}
 
 
-def _tensors(machine: Machine) -> dict[int, dict[str, Tensor]]:
-    return {id(piece): machine.optimizer.tensors(i) for i, piece in enumerate(machine.pieces)}
-
-
-def save(machine: Machine, iteration: int, consumed_samples: int, config_text: str) -> None:
-    """Store weights, optimizer state, biases and how far the run is.
-
-    Raises:
-        CheckpointError: on every rank alike; what was saved before is untouched.
-    """
-    config = machine.config.checkpoint
-    assert config.save is not None
-    tensors = _tensors(machine)
+def entries_of_machine(machine: Machine) -> list[Entry]:
+    """All logical tensors of a run, and what of them is here."""
+    tensors = {id(piece): machine.optimizer.tensors(i) for i, piece in enumerate(machine.pieces)}
 
     def state_of(piece: Piece) -> dict[str, Tensor]:
         return tensors[id(piece)]
 
-    scalars = {"consumed_samples": consumed_samples, "optimizer_steps": machine.optimizer.num_steps}
-    entries = entries_of(machine.pieces, state_of, _buffers(machine), machine.ctx)
-    save_checkpoint(config.save, iteration, entries, scalars, config_text, machine.ctx, config.keep_last)
+    return entries_of(machine.pieces, state_of, _buffers(machine), machine.ctx)
+
+
+class Saver:
+    """Saves a run to --save, at once or in the background; knows what was saved last and how long training waited.
+
+    Args:
+        saved_at: iteration of the checkpoint in --save that the run goes on from, if it does.
+    """
+
+    def __init__(self, machine: Machine, saved_at: int | None) -> None:
+        self._machine, self._config = machine, machine.config.checkpoint
+        self.saved_at = saved_at
+        self._stall_seconds: float | None = None
+        self._writer: BackgroundWriter | None = None
+        if self._config.async_save and self._config.save is not None:
+            world = machine.ctx.world
+            group = dist.new_group(list(world.ranks), backend="gloo") if world.size > 1 else None
+            self._writer = BackgroundWriter(machine.ctx, group)  # type: ignore[arg-type]
+
+    def save(self, iteration: int, scalars: dict[str, Any], config_text: str) -> None:
+        """Store weights, optimizer state, biases and the scalars; with --async-save, return once they are copied.
+
+        Raises:
+            CheckpointError: on every rank alike; what was saved before is untouched. In the background: the save before
+                failed.
+        """
+        start, folder = time.perf_counter(), self._config.save
+        assert folder is not None
+        scalars = {**scalars, "optimizer_steps": self._machine.optimizer.num_steps}
+        entries, keep = entries_of_machine(self._machine), (self._config.keep_last, self._config.keep_every)
+        if self._writer is None:
+            save_checkpoint(folder, iteration, entries, scalars, config_text, self._machine.ctx, *keep)
+        else:
+            self._writer.save(folder, iteration, entries, scalars, config_text, *keep)
+        self.saved_at = iteration
+        self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - start
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank: :meth:`wait`, on all ranks, says why."""
+        return self._writer is not None and self._writer.failed
+
+    def wait(self) -> None:
+        """Until what was saved is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+
+    def take_stall_seconds(self) -> float | None:
+        """Seconds that training waited for saves since this was asked last; None without a save."""
+        seconds, self._stall_seconds = self._stall_seconds, None
+        return seconds
 
 
 def saved_config(folder: str, iteration: int | None) -> Config:
@@ -64,49 +115,104 @@ def saved_config(folder: str, iteration: int | None) -> Config:
     return from_dict(yaml.safe_load(read_config_text(folder, iteration)))
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What a run goes on from."""
+
+    folder: str
+    iteration: int
+    scalars: dict[str, Any]
+
+
 @torch.no_grad()
-def load(machine: Machine, *, quiet: bool = False) -> tuple[int, int] | None:
+def load(machine: Machine, *, quiet: bool = False) -> Loaded | None:
     """Resume from --save where that holds a checkpoint, so that the same command goes on; else start from --load.
 
     Returns:
-        (iteration, consumed samples) to go on from; None to start anew.
+        None to start at iteration 0: there is nothing to load, or the weights alone were.
 
     Raises:
-        ValueError: --load holds no checkpoint, or one of another model.
+        ValueError: --load holds no checkpoint, or one of another model; the checkpoint is damaged.
     """
     config, ctx = machine.config.checkpoint, machine.ctx
     source = on_first_rank(ctx, lambda: _source(config))
     if source is None:
         return None
     folder, iteration, weights_only = source
-    verify_checkpoint(folder, iteration, ctx)
+    iteration = _verified(machine, folder, iteration)
     _check_configuration(machine, folder, iteration, weights_only)
-    tensors = _tensors(machine)
-    entries = entries_of(machine.pieces, lambda piece: tensors[id(piece)], _buffers(machine), ctx)
-    scalars = load_checkpoint(folder, iteration, entries, ctx, weights_only=weights_only, verify=False)
-    for stage in machine.stages.values():
-        stage.reducer.gather_weights()
+    scalars = restore(machine, folder, iteration, weights_only=weights_only)
     if is_main_rank() and not quiet:
         print(f"loaded {folder}, iteration {iteration}" + (", weights alone" if weights_only else ""), flush=True)
     if weights_only:
         machine.optimizer.masters_from_weights()
         return None
-    machine.optimizer.num_steps = int(scalars["optimizer_steps"])
-    return iteration, int(scalars["consumed_samples"])
+    return Loaded(folder, iteration, scalars)
+
+
+@torch.no_grad()
+def restore(
+    machine: Machine, folder: str, iteration: int, *, weights_only: bool = False, verify: bool = False
+) -> dict[str, Any]:
+    """Weights, optimizer state and biases of a checkpoint into the machine; the scalars it was saved with.
+
+    Raises:
+        CheckpointError: on every rank alike.
+    """
+    entries = entries_of_machine(machine)
+    scalars = load_checkpoint(folder, iteration, entries, machine.ctx, weights_only=weights_only, verify=verify)
+    for stage in machine.stages.values():
+        stage.reducer.gather_weights()
+    if not weights_only:
+        machine.optimizer.num_steps = int(scalars["optimizer_steps"])
+    return scalars
 
 
 def _source(config: CheckpointConfig) -> tuple[str, int, bool] | None:
     """(folder, iteration, weights alone) to load; None for a run that begins."""
-    newest = None if config.save is None else find_latest(config.save)
+    newest = None if config.save is None else _latest(config.save, config.auto_recover)
     if config.save is not None and newest is not None and config.ckpt_step is None:
         return config.save, newest, False
     folder = config.load or config.save
     if folder is None:
         return None
-    iteration = find_latest(folder) if config.ckpt_step is None else config.ckpt_step
+    iteration = _latest(folder, config.auto_recover) if config.ckpt_step is None else config.ckpt_step
     if iteration is None and config.load is not None:
         raise CheckpointError(f"--load {config.load} holds no checkpoint; leave --load out to start anew.")
     return None if iteration is None else (folder, iteration, config.finetune)
+
+
+def _latest(folder: str, auto_recover: bool) -> int | None:
+    """The iteration to resume from; where the file that names it is damaged, the newest whole one, if wanted."""
+    try:
+        return find_latest(folder)
+    except CheckpointError as error:
+        whole = newest_whole(folder) if auto_recover else None
+        if whole is None:
+            raise
+        print(f"{error}\n--auto-recover: going on from iteration {whole}.", file=sys.stderr, flush=True)
+        return whole
+
+
+def _verified(machine: Machine, folder: str, iteration: int) -> int:
+    """The iteration, if its files are whole; else, with --auto-recover, the newest older one whose files are.
+
+    Raises:
+        CheckpointError: on every rank alike.
+    """
+    config, ctx = machine.config.checkpoint, machine.ctx
+    try:
+        verify_checkpoint(folder, iteration, ctx)
+        return iteration
+    except CheckpointError as error:
+        if not config.auto_recover or config.ckpt_step is not None:
+            raise
+        whole = on_first_rank(ctx, lambda: newest_whole(folder, iteration))
+        if whole is None:
+            raise
+        if is_main_rank():
+            print(f"{error}\n--auto-recover: going on from iteration {whole}.", file=sys.stderr, flush=True)
+        return whole
 
 
 def _check_configuration(machine: Machine, folder: str, iteration: int, weights_only: bool) -> None:

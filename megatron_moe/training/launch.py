@@ -21,6 +21,7 @@ import megatron_moe
 from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
+from megatron_moe.training.meeting import fresh_store, keeps_its_store
 
 T = TypeVar("T")
 
@@ -57,9 +58,11 @@ def join(config: Config) -> ParallelContext:
         backend = config.parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend == "nccl" and device.type != "cuda":
             raise ValueError("--distributed-backend nccl needs CUDA devices, and there are none; use gloo.")
-        dist.init_process_group(
-            backend, timeout=timeout, device_id=device if device.type == "cuda" else None
-        )
+        where = {}
+        if keeps_its_store():
+            rank = int(os.environ["RANK"])
+            where = {"store": fresh_store(rank, num_ranks, timeout), "rank": rank, "world_size": num_ranks}
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **where)
     return ParallelContext.create(MeshSizes.of(config.parallel, num_ranks), device=device, timeout=timeout)
 
 

@@ -52,7 +52,7 @@ def _serve(rank: int, world_size: int, folder: str, connection: Connection) -> N
             try:
                 function, arguments = pickle.loads(task)
                 answer = ("done", function(rank, *arguments))
-            except BaseException:  # noqa: BLE001  the parent shows it, whatever it is
+            except BaseException:  # the parent shows it, whatever it is
                 answer = ("raised", traceback.format_exc())
             connection.send(answer)
 

@@ -1,39 +1,35 @@
 """The training loop, top to bottom: resume, step, report, evaluate, save, leave.
 
-State is the weights, the optimizer and one number, the consumed samples; all else follows from the configuration.
+State is the weights, the optimizer and how far the run is; all else follows from the configuration.
 """
 
-import math
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from megatron_moe.config import dump, to_dict
+from megatron_moe.config import dump
 from megatron_moe.config.schema import Config
 from megatron_moe.data.batch import Batch, CollateOptions
 from megatron_moe.data.blend import SampleSource
 from megatron_moe.data.build import Datasets, build_datasets
 from megatron_moe.data.loader import StepLoader
 from megatron_moe.data.tokenizer import build_tokenizer
-from megatron_moe.model.flops import training_flops_per_token
 from megatron_moe.optim.learning_rate import LearningRate
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.training import checkpointing
 from megatron_moe.training.batch_size import batch_size_at, run_length
 from megatron_moe.training.build import Machine, build_machine
-from megatron_moe.training.launch import is_main_rank, together
+from megatron_moe.training.checkpointing import Saver
+from megatron_moe.training.faults import MOST_IN_A_ROW, FaultGuard, SharedError, routers_that_are_not_finite
+from megatron_moe.training.launch import together
 from megatron_moe.training.profiling import recorded_schedule
-from megatron_moe.training.progress import Progress
-from megatron_moe.training.records import Record
-from megatron_moe.training.signals import StopRequest
-from megatron_moe.training.sinks import Sink, build_sinks
-from megatron_moe.training.statistics import collect
-from megatron_moe.training.step import StepResult, evaluate_batch, train_step
-from megatron_moe.training.utilization import device_peak_tflops
+from megatron_moe.training.replicas import check_replicas
+from megatron_moe.training.reporting import Reporter
+from megatron_moe.training.signals import StepEdge
+from megatron_moe.training.step import evaluate_batch, train_step
+from megatron_moe.training.stragglers import StragglerClock
 
 
 @dataclass
@@ -55,48 +51,100 @@ class Run:
         self.learning_rate = LearningRate.of(config.optim, total_samples, training.global_batch_size)
         self.datasets: Datasets = together(self._open_data)
         self.machine: Machine = together(lambda: build_machine(config, ctx))
+        self.guard = FaultGuard(config, ctx)
         self.position = Position()
-        together(self._resume)
-        self.sinks: list[Sink] = together(self._open_sinks)
-        self._saved_at = self.position.iteration
+        self.saver: Saver = together(self._resume)
+        start = self.position.iteration
+        self.reporter = together(lambda: Reporter(config, ctx, provenance, self.total_iterations, start))
+        self.stragglers = StragglerClock(ctx, wanted=config.logging.log_straggler)
 
     def train(self) -> str:
-        """Step until the end or a request to stop; returns why it ended."""
+        """Step until the end or a request to stop; returns why it ended.
+
+        Raises:
+            SharedError, CheckpointError: on every rank alike.
+        """
         training, position = self.config.training, self.position
         if position.iteration >= self.total_iterations:
             return f"nothing is left to do: iteration {position.iteration} of {self.total_iterations}"
-        stop, reason = StopRequest(training, self.ctx), None
+        edge, reason = StepEdge(self.config, self.ctx, self.saver), None
         steps = self._loader(self.datasets.train, self.ctx).steps(position.consumed_samples)
         try:
             while position.iteration < self.total_iterations and reason is None:
                 self._one_iteration(steps)
-                reason = stop.reason()
+                agreed = edge.agree()
+                reason = agreed.stop
                 if reason is None and training.exit_interval and position.iteration % training.exit_interval == 0:
                     reason = f"--exit-interval {training.exit_interval}"
                 self._evaluate_if_due()
-                self._save_if_due(leaving=reason is not None)
+                self._save_if_due(now=agreed.save or reason is not None)
+            self.saver.wait()
             if reason is None:
                 self._final_test()
+        except SharedError:
+            self.saver.wait()  # all ranks are here: what was saved before is still good
+            raise
         finally:
             steps.close()
-            stop.close()
-            for sink in self.sinks:
-                sink.close()
+            edge.close()
+            self.reporter.close()
         done = f"iteration {position.iteration} of {self.total_iterations}"
         return f"done: {done}" if reason is None else f"stopped at {done}: {reason}; the same command resumes"
 
     def _one_iteration(self, steps: Generator[tuple[Batch, ...], None, None]) -> None:
-        start = time.perf_counter()
+        start, position, config = time.perf_counter(), self.position, self.config
         batches = next(steps)
-        batch_size = batch_size_at(self.config.training, self.position.consumed_samples)
-        learning_rate = self.learning_rate.at(self.position.consumed_samples + batch_size)
-        iteration = self.position.iteration + 1
-        with self._profiled(iteration):
-            result = train_step(self.machine, batches, iteration, learning_rate)
-        self.position.iteration += 1
-        self.position.consumed_samples += batch_size
-        if self.position.iteration % self.config.logging.log_interval == 0:
-            self._report(result, learning_rate, batch_size, time.perf_counter() - start)
+        batch_size = batch_size_at(config.training, position.consumed_samples)
+        learning_rate = self.learning_rate.at(position.consumed_samples + batch_size)
+        with self._profiled(position.iteration + 1):
+            result = train_step(self.machine, batches, position.iteration + 1, learning_rate, self.guard.accept)
+        position.iteration += 1
+        position.consumed_samples += batch_size
+        if not result.applied:
+            self._mend(range(position.consumed_samples - batch_size, position.consumed_samples))
+        seconds = time.perf_counter() - start
+        self.stragglers.step(seconds)
+        if result.applied and position.iteration % config.logging.log_interval == 0:
+            further = self.stragglers.report()
+            stall = self.saver.take_stall_seconds()
+            if stall is not None:
+                further["save_stall_seconds"] = stall
+            progress = position.iteration, position.consumed_samples
+            self.reporter.step(self.machine, *progress, result, learning_rate, batch_size, seconds, further)
+        interval = config.training.check_weight_hash_across_dp_replicas_interval
+        if interval is not None and position.iteration % interval == 0:
+            check_replicas(self.machine, position.iteration)
+
+    def _mend(self, samples: range) -> None:
+        """A step was refused: skip its batch, roll back, or end the run.
+
+        Raises:
+            SharedError: the run ends.
+        """
+        fault, iteration, guard = self.guard.fault, self.position.iteration, self.guard
+        assert fault is not None
+        num_layers = self.config.model.num_layers + (self.config.model.mtp_num_layers or 0)
+        routers = routers_that_are_not_finite(self.machine.gates, num_layers, self.ctx)
+        what = f"{fault.reason}; samples {samples[0]}..{samples[-1]}; router scores that are not finite: {routers}"
+        facts = {"samples": [samples[0], samples[-1]], "reason": fault.reason}
+        saved_at, folder = self.saver.saved_at, self.config.checkpoint.save
+        if fault.action == "stop" or guard.in_a_row > MOST_IN_A_ROW:
+            self.reporter.event(iteration, "stop", what, **facts)
+            raise SharedError(
+                f"iteration {iteration}: {what}. The weights were not touched. Lower --lr, look at the samples "
+                "(tools/show_samples.py), or go on past such batches with --on-nonfinite or --on-spike."
+                + f" {guard.in_a_row} steps in a row were refused."
+                * (guard.in_a_row > 1)
+            )
+        if fault.action == "skip":
+            self.reporter.event(iteration, "skip", f"skipped the batch: {what}", **facts)
+            return
+        if saved_at is None or folder is None:
+            raise SharedError(f"iteration {iteration}: {what}. There is no checkpoint yet to roll back to.")
+        self.saver.wait()
+        checkpointing.restore(self.machine, folder, saved_at, verify=True)
+        facts["restored_iteration"] = saved_at
+        self.reporter.event(iteration, "rollback", f"weights of iteration {saved_at} again: {what}", **facts)
 
     def _profiled(self, iteration: int) -> AbstractContextManager[None]:
         if iteration != self.config.logging.profile_schedule:
@@ -104,40 +152,15 @@ class Run:
         path = Path(self.config.checkpoint.save or ".") / "schedule.jsonl"
         return recorded_schedule(self.machine.runtime, self.ctx, path)
 
-    def _report(self, result: StepResult, learning_rate: float, batch_size: int, seconds: float) -> None:
-        statistics = collect(self.machine)
-        if not self.sinks:
-            return
-        seq_length = self.config.data.seq_length
-        tokens_per_second = batch_size * seq_length / seconds
-        mfu = None
-        if self._peak_flops:
-            mfu = tokens_per_second * training_flops_per_token(self.config) / self._peak_flops
-        record: Record = {
-            "iteration": self.position.iteration,
-            "consumed_samples": self.position.consumed_samples,
-            "consumed_tokens": self.position.consumed_samples * seq_length,
-            "lm_loss": result.loss,
-            "learning_rate": learning_rate,
-            "grad_norm": result.grad_norm,
-            "tokens_per_second": tokens_per_second,
-            "step_seconds": seconds,
-            "mfu": mfu,
-            **statistics.scalars(),
-            "expert_load": statistics.expert_load(),
-        }
-        self._write(record)
-
     def _evaluate_if_due(self) -> None:
         interval, iteration = self.config.training.eval_interval, self.position.iteration
         due = interval > 0 and (iteration % interval == 0 or iteration == self.total_iterations)
         if due and self.datasets.valid is not None:
-            loss = self._mean_loss(self.datasets.valid)
-            self._write(_evaluation(iteration, "valid", loss))
+            self.reporter.evaluation(iteration, "valid", self._mean_loss(self.datasets.valid))
 
     def _final_test(self) -> None:
         if self.datasets.test is not None and self.config.training.eval_interval > 0:
-            self._write(_evaluation(self.position.iteration, "test", self._mean_loss(self.datasets.test)))
+            self.reporter.evaluation(self.position.iteration, "test", self._mean_loss(self.datasets.test))
 
     def _mean_loss(self, source: SampleSource) -> float:
         """Mean loss per token over the first --eval-iters global batches of a split: the same ones every time."""
@@ -151,18 +174,21 @@ class Run:
             steps.close()
         return total / max(count, 1.0)
 
-    def _save_if_due(self, leaving: bool) -> None:
+    def _save_if_due(self, now: bool) -> None:
         interval, iteration = self.config.checkpoint.save_interval, self.position.iteration
-        due = leaving or iteration == self.total_iterations or bool(interval and iteration % interval == 0)
-        if due and self.config.checkpoint.save is not None and self._saved_at != iteration:
-            text = dump(self.config, self.provenance)
-            checkpointing.save(self.machine, iteration, self.position.consumed_samples, text)
-            self._saved_at = iteration
+        due = now or iteration == self.total_iterations or bool(interval and iteration % interval == 0)
+        if due and self.config.checkpoint.save is not None and self.saver.saved_at != iteration:
+            scalars = {"consumed_samples": self.position.consumed_samples, "faults": self.guard.state()}
+            self.saver.save(iteration, scalars, dump(self.config, self.provenance))
 
-    def _resume(self) -> None:
+    def _resume(self) -> Saver:
         loaded = checkpointing.load(self.machine)
-        if loaded is not None:
-            self.position = Position(*loaded)
+        if loaded is None:
+            return Saver(self.machine, None)
+        self.position = Position(loaded.iteration, int(loaded.scalars["consumed_samples"]))
+        if "faults" in loaded.scalars:
+            self.guard.load_state(loaded.scalars["faults"])
+        return Saver(self.machine, loaded.iteration if loaded.folder == self.config.checkpoint.save else None)
 
     def _open_data(self) -> Datasets:
         vocab_size = self.config.model.vocab_size
@@ -190,25 +216,3 @@ class Run:
             dp_size=ctx.dp.size,
             num_workers=data.num_workers,
         )
-
-    def _open_sinks(self) -> list[Sink]:
-        if not is_main_rank():
-            return []
-        dtype = getattr(torch, self.config.training.params_dtype)
-        peak = self.config.logging.peak_tflops or device_peak_tflops(self.ctx.device, dtype)
-        self._peak_flops = peak * 1e12 * self.ctx.world.size if peak else None
-        save = self.config.checkpoint.save
-        if save is not None:
-            Path(save).mkdir(parents=True, exist_ok=True)
-            (Path(save) / "config.yaml").write_text(dump(self.config, self.provenance), encoding="utf-8")
-        sinks = build_sinks(self.config.logging, save, to_dict(self.config), self.position.iteration)
-        return [*sinks, Progress(self.total_iterations, self.position.iteration)]
-
-    def _write(self, record: Record) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-
-
-def _evaluation(iteration: int, split: str, loss: float) -> Record:
-    perplexity = math.exp(min(loss, 700.0))
-    return {"iteration": iteration, "evaluation": True, f"{split}_loss": loss, f"{split}_ppl": perplexity}

@@ -5,16 +5,18 @@ import os
 import platform
 import sys
 from dataclasses import replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_moe.checkpoint import CheckpointError
 from megatron_moe.config import Resolved, dump
 from megatron_moe.data.tokenizer import build_tokenizer
 from megatron_moe.training import launch
 from megatron_moe.training.build import with_vocabulary
+from megatron_moe.training.faults import SharedError
 from megatron_moe.training.heartbeat import Heartbeat
 from megatron_moe.training.loop import Run
-from megatron_moe.training.step import NonFiniteError
 
 EXIT_FAILED = 1
 
@@ -41,10 +43,11 @@ def train(resolved: Resolved) -> int:
         provenance["vocab_size"] = "implied by the tokenizer"
     resolved = replace(resolved, config=config, provenance=provenance)
     run = Run(config, ctx, provenance)
-    heartbeat = Heartbeat(ctx, run.machine.runtime)
+    limit = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    heartbeat = Heartbeat(ctx, run.machine.runtime, limit)
     try:
         ending = run.train()
-    except NonFiniteError as error:  # on every rank alike
+    except (SharedError, CheckpointError) as error:  # on every rank alike
         if launch.is_main_rank():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
@@ -61,10 +64,8 @@ def train(resolved: Resolved) -> int:
 
 
 def _story(error: Exception, run: Run, heartbeat: Heartbeat) -> str:
-    """What happened, where, and which other ranks have fallen silent: they are the likely cause."""
+    """What happened, where, and, if it may be another rank's doing, which ranks are silent and where all others are."""
     where = f"{run.ctx.describe()}, host {platform.node()}, last action {run.machine.runtime.current}"
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    silent = heartbeat.silent() if isinstance(error, RuntimeError) else []
-    if not silent:
-        return f"error on {where}: {error}{notes}"
-    return f"error on {where}: lost contact with {'; '.join(silent)}. Look at its own log.\n  {error}{notes}"
+    others = heartbeat.report() if isinstance(error, RuntimeError) else ""
+    return f"error on {where}: {error}{notes}{others}"

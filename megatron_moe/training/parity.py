@@ -3,9 +3,9 @@
     trace(configuration, world size) -> losses, statistics, gradient norms, gradients and weights by logical name
     compare(trace, trace)            -> what differs, in the order in which a step makes it
 
-In float64 layouts differ in the order of additions alone, so 1e-9 relative is a wide margin, and a wrong factor, a missing
-reduction or a decision that depends on a rank stands out by many orders of magnitude. Gradients are those of the first and
-the last step: only in the first has a fault in one of them not yet reached all others.
+In float64 layouts differ in the order of additions alone, so 1e-9 relative is a wide margin, and a wrong factor, a
+missing reduction or a decision that depends on a rank stands out by many orders of magnitude. Gradients are those of
+the first and the last step: only in the first has a fault in one of them not yet reached all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,12 +80,19 @@ class RankResult(NamedTuple):
 
 
 def sample(index: int, config: Config) -> np.ndarray:
-    """[S + 1] random tokens with ends of documents: a function of the index and the sizes alone."""
+    """[S + 1] random tokens with ends of documents: a function of the index and the sizes alone.
+
+    No two tokens of a sample have the same past: their scores would be equal but for rounding, and a router that ranks
+    tokens would choose between them by rounding, which layouts may do differently.
+    """
     assert config.model.vocab_size is not None
     generator = np.random.default_rng(index)
     length = config.data.seq_length + 1
-    tokens = generator.integers(EOD + 1, config.model.vocab_size, length)
-    tokens[generator.random(length) < 0.15] = EOD
+    tokens = generator.permutation(np.arange(EOD + 1, config.model.vocab_size))[:length]
+    assert len(tokens) == length, "the vocabulary is smaller than the sequence"
+    ends = generator.random(length) < 0.2
+    ends[1:] &= ~ends[:-1]  # no document is an end alone, but for the first
+    tokens[ends] = EOD
     return tokens
 
 
@@ -100,9 +107,9 @@ def batches(config: Config, consumed: int, dp_rank: int, dp_size: int, padded: b
         reset_attention_mask=config.data.reset_attention_mask,
         eod_mask_loss=config.data.eod_mask_loss,
     )
-    training = config.training
     made = []
-    for ids in micro_batches(consumed, training.global_batch_size, training.micro_batch_size, dp_rank, dp_size):
+    sizes = config.training.global_batch_size, config.training.micro_batch_size
+    for ids in micro_batches(consumed, *sizes, dp_rank, dp_size):
         batch = collate([sample(i, config) for i in ids], ids, options)
         if padded:
             lengths = torch.tensor([[length - (5 * i) % (length + 1)] for i in ids])
@@ -239,7 +246,8 @@ def compare(found: Trace, expected: Trace, tolerance: float = TOLERANCE) -> Comp
     largest = 0.0
     for what, parameter, mine, theirs, floor in _things(found, expected):
         if mine is None or theirs is None or np.shape(mine) != np.shape(theirs):
-            differences.append(f"{what}: {np.shape(mine)} instead of {np.shape(theirs)}")
+            shapes = ("nothing" if thing is None else f"shape {np.shape(thing)}" for thing in (mine, theirs))
+            differences.append(f"{what}: {' instead of '.join(shapes)}")
             continue
         a, b = np.asarray(mine, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
         error = float(np.abs(a - b).max(initial=0.0)) / max(float(np.abs(b).max(initial=0.0)), floor)

@@ -40,6 +40,9 @@ class Progress:
         if record.get("evaluation"):
             self._print(evaluation_line(record))
             return
+        if record.get("event"):
+            self._print(f"{record['event']} at {record['iteration']}: {record['text']}")
+            return
         line = training_line(record, self.total_iterations, self._seconds_left(record))
         if self._live is None:
             self._print(line)

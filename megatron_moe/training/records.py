@@ -2,10 +2,14 @@
 
     {"iteration": 120, "consumed_samples": 1920, "consumed_tokens": 491520, "lm_loss": 4.81,
      "learning_rate": 9e-4, "grad_norm": 0.83, "tokens_per_second": 5200.0, "step_seconds": 0.79, "mfu": 0.31,
-     "aux_loss": 1.02, "dropped_share": 0.0, "expert_load": {"layer 1": [0.12, 0.13, ...], "layer 3": [...]}}
+     "aux_loss": 1.02, "dropped_share": 0.0, "expert_load": {"layer 1": [0.12, 0.13, ...], "layer 3": [...]},
+     "moe_layers": {"layer 1": {"aux_loss": 1.01, "load_max_over_mean": 1.2, "dispatch_bytes": 8388608, ...}, ...}}
     {"iteration": 120, "evaluation": true, "valid_loss": 4.90, "valid_ppl": 134.4}
 
-Loss in nats per token; `expert_load` is each expert's share of the copies that its layer's router made.
+Loss in nats per token; `expert_load` is each expert's share of the copies that its layer's router made; `moe_layers` has
+what the record says of all layers for each of them, and the bytes that all ranks sent in the forward pass to bring tokens
+to experts and back. `mtp_1_loss` and so on are the losses of modules of multi-token prediction, before their weight: sums
+over the tokens that have a target that far ahead, over the tokens of `lm_loss`. Numbers of a balance loss are before its coefficient.
 """
 
 import json

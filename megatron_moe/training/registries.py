@@ -23,7 +23,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 def routing_rules(config: Config, world_size: int) -> Iterator[str]:
     """What routing methods, capacities and balance losses refuse."""
-    yield from moe_checks(config.moe)
+    try:
+        per_layer = config.moe.experts_per_layer(config.model.num_layers)
+    except ValueError:
+        return  # said elsewhere
+    layers = {num_experts: config.moe.for_layer(i, len(per_layer)) for i, num_experts in enumerate(per_layer)}
+    kinds = [moe for num_experts, moe in layers.items() if num_experts] or [config.moe]
+    yield from dict.fromkeys(problem for moe in kinds for problem in moe_checks(moe))
 
 
 def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
@@ -42,7 +48,7 @@ def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
     num_stages = pp * chunks_per_rank(parallel.pipeline_schedule, virtual)
     text = parallel.pipeline_model_parallel_layout
     if text is not None:
-        yield from _layout_rules(text, config.model.num_layers, pp, num_stages)
+        yield from _layout_rules(text, config.model.num_layers, config.model.mtp_num_layers or 0, pp, num_stages)
     elif num_stages > config.model.num_layers + 2:
         yield (
             f"--pipeline-model-parallel-size {pp} with --pipeline-schedule {parallel.pipeline_schedule} makes "
@@ -50,13 +56,18 @@ def pipeline_rules(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _layout_rules(text: str, num_layers: int, pp: int, num_stages: int) -> Iterator[str]:
+def _layout_rules(text: str, num_layers: int, num_mtp: int, pp: int, num_stages: int) -> Iterator[str]:
     try:
         stages = parse_layout(text)
     except LayoutError as error:
         yield str(error)
         return
-    problems = layout_problems(stages, num_layers, 0, pp)
+    problems = layout_problems(stages, num_layers, num_mtp, pp)
+    if num_mtp and not problems and len(stages[-1].mtp_ids) != num_mtp:
+        problems = [
+            f'--pipeline-model-parallel-layout "{text}" has m away from L; prediction blocks use the output layer: '
+            "write all m before the L, in the last stage."
+        ]
     yield from problems
     if not problems and len(stages) != num_stages:
         yield (

@@ -4,8 +4,9 @@
     widths      the smallest that tp and etp divide        experts   enough for ep, groups and K
     sequence    16 tokens or more, what cp and tp divide   batch     as many micro-batches as the schedule needs
 
-Ratios that select other code are kept: key-value heads fewer than query heads or than tp, groups of tokens smaller or larger
-than a sequence, several micro-batches. Precision becomes float64, initial weights large enough for routing to vary.
+Ratios that select other code are kept: key-value heads fewer than query heads or than tp, groups of tokens smaller or
+larger than a sequence, several micro-batches. Precision becomes float64, initial weights large enough for routing to
+vary.
 """
 
 import math
@@ -21,6 +22,7 @@ from megatron_moe.pipeline.schedules import chunks_per_rank, schedule_problems
 from megatron_moe.training import registries
 
 SEQ_LENGTH, HIDDEN, VOCAB = 16, 32, 67
+LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
 LAYOUT_FIELDS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -35,6 +37,7 @@ LAYOUT_FIELDS = {
     "zero": "data_parallel_sharding_strategy",
     "dispatcher": "moe_token_dispatcher_type",
 }
+Kind = tuple[bool, int | None]  # of a layer: whether it is MoE, and how far it sees to its left
 STRATEGIES = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 
 
@@ -95,16 +98,23 @@ def shrink(config: Config, world_size: int) -> Config:
     Raises:
         ValueError: what is wrong with the layout, in full sentences.
     """
+    config = _whole_batch(config, world_size)
     problems = check(config, world_size, registries.CHOICES, registries.RULES, to_train=False)
     if problems:
         raise ValueError("\n".join(problems))
     sizes = MeshSizes.of(config.parallel, world_size)
     small = replace(config, **_model(config, sizes))
     small = replace(small, moe=_moe(small, config, sizes))
-    small = _batch(small, config, sizes)
+    pairs = small.moe.moe_group_size == str(2 * _seq_length(sizes))
+    micro = 2 if pairs else min(config.training.micro_batch_size, 2)
+    num_microbatches = (config.training.global_batch_size or 0) // (config.training.micro_batch_size * sizes.dp)
     return vary(
         small,
+        seq_length=_seq_length(sizes),
+        micro_batch_size=micro,
+        global_batch_size=num_microbatches * micro * sizes.dp,
         pipeline_model_parallel_layout=None,
+        elastic=False,
         params_dtype="float64",
         lr=1e-2,
         adam_eps=1e-5,
@@ -116,29 +126,35 @@ def shrink(config: Config, world_size: int) -> Config:
 
 def _model(config: Config, sizes: MeshSizes) -> dict[str, Any]:
     """The decoder and, since it names layers, the pattern of MoE layers."""
-    model, tp = config.model, sizes.tp
+    model, tp, seq_length = config.model, sizes.tp, _seq_length(sizes)
     heads, groups = _heads(model.num_attention_heads, model.query_groups, tp)
-    channels = next(c for c in (8, 16, 32, 64, 128) if int(c * model.rotary_percent) >= 2 and not int(c * model.rotary_percent) % 2)
+    rotated = {channels: int(channels * model.rotary_percent) for channels in (8, 16, 32, 64, 128)}
+    channels = next(c for c, number in rotated.items() if number >= 2 and number % 2 == 0)
     parallel = config.parallel
     stages = sizes.pp * chunks_per_rank(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
-    pattern = _some_layers(config.moe.layer_pattern(model.num_layers), max(stages, 2))
+    kinds = list(zip(config.moe.layer_pattern(model.num_layers), model.windows, strict=True))
+    kinds = _some_layers(kinds, max(stages, 4))
     small = replace(
         model,
-        num_layers=len(pattern),
+        num_layers=len(kinds),
         hidden_size=HIDDEN,
         ffn_hidden_size=8 * tp,
         num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=channels,
-        vocab_size=VOCAB,
+        num_query_groups=model.num_query_groups and groups,
+        kv_channels=None if model.multi_latent_attention else channels,
+        window_size=(min(model.window_size[0], seq_length // 4), 0) if model.window_size else (),
+        window_attn_skip_freq=str([int(window is not None) for _, window in kinds]) if model.window_size else None,
+        vocab_size=max(VOCAB, seq_length + 8),
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 4),
     )
-    freq = str([int(is_moe) for is_moe in pattern]) if config.moe.num_experts else None
+    if model.multi_latent_attention:
+        small = replace(small, q_lora_rank=model.q_lora_rank and 12, **LATENT)
+    freq = str([int(is_moe) for is_moe, _ in kinds]) if config.moe.num_experts else None
     return {"model": small, "moe": replace(config.moe, moe_layer_freq=freq, moe_first_dense_layers=0)}
 
 
 def _heads(heads: int, groups: int, tp: int) -> tuple[int, int]:
-    """Fewer query and key-value heads; what divides, and whether a key-value head is shared by queries or ranks, stays."""
+    """Fewer query and key-value heads; whether a key-value head is shared by queries, or by ranks, stays."""
 
     def alike(new_heads: int, new_groups: int) -> bool:
         fits = new_heads % tp == 0 and new_heads % new_groups == 0 and (new_groups % tp == 0 or tp % new_groups == 0)
@@ -149,32 +165,43 @@ def _heads(heads: int, groups: int, tp: int) -> tuple[int, int]:
     return sizes[0] if sizes else (heads, groups)
 
 
-def _some_layers(pattern: Sequence[bool], num: int) -> list[bool]:
-    """``num`` entries, evenly spaced, with both kinds of layers if there are both."""
-    num = min(num, len(pattern))
-    chosen = [pattern[i * (len(pattern) - 1) // max(num - 1, 1)] for i in range(num)]
-    for kind in set(pattern) - set(chosen):
-        chosen[-1 if kind else 0] = kind
-    return chosen
+def _some_layers(kinds: Sequence[Kind], num: int) -> list[Kind]:
+    """``num`` layers, evenly spaced, of every kind that there is as far as they reach."""
+    num = min(num, len(kinds))
+    chosen = [i * (len(kinds) - 1) // max(num - 1, 1) for i in range(num)]
+    missing = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind not in {kinds[i] for i in chosen}]
+    for index in missing:
+        seen = [kinds[i] for i in chosen]
+        spare = next((n for n, i in enumerate(chosen) if seen.count(kinds[i]) > 1), None)
+        if spare is not None:
+            chosen[spare] = index
+    return [kinds[i] for i in sorted(chosen)]
 
 
 def _moe(small: Config, config: Config, sizes: MeshSizes) -> Any:
     """Experts: the fewest that ep, groups and K allow, and some that no token needs."""
-    moe = small.moe
-    if moe.num_experts is None:
+    moe, num_experts = small.moe, small.moe.num_experts
+    if num_experts is None:
         return moe
     moe = replace(
         moe,
+        moe_num_experts_per_layer=None,
         moe_ffn_hidden_size=8 * sizes.etp,
         moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and 8 * sizes.tp,
         moe_group_size=_group_size(config, _seq_length(sizes)),
     )
-    if moe.moe_hash_table is not None:  # names its experts
-        return moe
     step = math.lcm(sizes.ep, moe.moe_router_num_groups or 1)
-    wanted = [n for n in range(step, moe.num_experts, step) if n >= min(2 * moe.moe_router_topk, moe.num_experts)]
+    wanted = [n for n in range(step, num_experts, step) if n >= 2 * moe.moe_router_topk]
+    if moe.moe_hash_table is not None:  # it names its experts
+        wanted = []
     candidates = (replace(moe, num_experts=n) for n in wanted)
-    return next((candidate for candidate in candidates if not list(moe_checks(candidate))), moe)
+    moe = next((candidate for candidate in candidates if not list(moe_checks(candidate))), moe)
+    if config.moe.moe_num_experts_per_layer is None:
+        return moe
+    assert moe.num_experts is not None
+    num_layers, fewest = sum(moe.layer_pattern(small.model.num_layers)), moe.num_experts  # a pyramid of two steps
+    counts = [fewest * (1 + (i >= num_layers // 2)) for i in range(num_layers)]
+    return replace(moe, num_experts=max(counts), moe_num_experts_per_layer=str(counts))
 
 
 def _seq_length(sizes: MeshSizes) -> int:
@@ -191,18 +218,20 @@ def _group_size(config: Config, seq_length: int) -> str:
     return str(seq_length // 2 if size < length else seq_length if size == length else 2 * seq_length)
 
 
-def _batch(small: Config, config: Config, sizes: MeshSizes) -> Config:
-    """Micro-batches of one or two sequences, as few of them as the schedule takes; several if there were several."""
+def _whole_batch(config: Config, world_size: int) -> Config:
+    """With as few micro-batches as the schedule takes, several if there were several.
+
+    The batch of the real run belongs to its number of ranks, and need not divide over these.
+    """
     parallel, training = config.parallel, config.training
-    seq_length = _seq_length(sizes)
-    pairs = small.moe.moe_group_size == str(2 * seq_length)
-    micro = 2 if pairs else min(training.micro_batch_size, 2)
-    given = (training.global_batch_size or 0) // (training.micro_batch_size * sizes.dp)
+    pp, micro = parallel.pipeline_model_parallel_size, training.micro_batch_size
+    dp = max(world_size // (pp * parallel.tensor_model_parallel_size * parallel.context_parallel_size), 1)
 
     def fits(num: int) -> bool:
-        args = parallel.pipeline_schedule, sizes.pp, num, parallel.num_virtual_stages_per_pipeline_rank
+        args = parallel.pipeline_schedule, pp, num, parallel.num_virtual_stages_per_pipeline_rank
         return not schedule_problems(*args)
 
-    wanted = 1 if given <= 1 and sizes.pp == 1 else 2
-    num = next(n for n in range(wanted, 64 * sizes.pp) if fits(n))
-    return vary(small, seq_length=seq_length, micro_batch_size=micro, global_batch_size=num * micro * sizes.dp)
+    given = (training.global_batch_size or 0) // (micro * dp)
+    fewest = 1 if given <= 1 and pp == 1 else 2
+    num = next((n for n in range(fewest, 4 * pp + 2) if fits(n)), fewest)  # none: the checks say why
+    return vary(config, global_batch_size=num * micro * dp, rampup_batch_size=())

@@ -1,37 +1,67 @@
-"""Graceful ends: SIGTERM and SIGUSR1 ask the run to save and leave at the next step; so do limits of time."""
+"""The edge of a step, where all ranks agree: why to stop, whether a save is due by the clock, whether a writer failed.
+
+    rank 0   SIGTERM    -            -         \\
+    rank 1   -          60 min over  -          }  one maximum over the world  ->  the same Edge on every rank
+    rank 2   -          -            failed    /
+
+A rank alone never leaves, saves or raises: the others would wait for it.
+"""
 
 import signal
 import time
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
 
-from megatron_moe.config.schema import TrainingConfig
+from megatron_moe.checkpoint import CheckpointError
+from megatron_moe.config.schema import Config
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.training.checkpointing import Saver
 
 
-class StopRequest:
-    """Listens from its creation on; all ranks agree at the edge of a step, so that none waits for one that left."""
+@dataclass(frozen=True)
+class Edge:
+    """What was agreed: a reason to stop, or None; whether it is time to save."""
 
-    def __init__(self, config: TrainingConfig, ctx: ParallelContext) -> None:
-        self._ctx, self._signal = ctx, 0
-        self._deadline = None
-        if config.exit_duration_in_mins is not None:
-            self._deadline = time.monotonic() + 60 * config.exit_duration_in_mins
+    stop: str | None
+    save: bool
+
+
+class StepEdge:
+    """Listens to SIGTERM and SIGUSR1 and to the clock from its creation on."""
+
+    def __init__(self, config: Config, ctx: ParallelContext, saver: Saver) -> None:
+        self._ctx, self._saver, self._signal = ctx, saver, 0
+        minutes, between = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+        self._between = None if between is None else 60 * between
+        self._saved = time.monotonic()
         self._previous = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def reason(self) -> str | None:
-        """Why to stop now, the same on every rank; None to go on."""
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        flags = torch.tensor([self._signal, int(late)], device=self._ctx.device)
-        number, is_late = collectives.max_(flags, self._ctx.world).tolist()
+    def agree(self) -> Edge:
+        """The same on every rank.
+
+        Raises:
+            CheckpointError: on every rank: a checkpoint could not be written in the background.
+        """
+        now = time.monotonic()
+        late = self._end is not None and now > self._end
+        due = self._between is not None and now > self._saved + self._between
+        flags = torch.tensor([self._signal, int(late), int(due), int(self._saver.failed)], device=self._ctx.device)
+        number, late, due, failed = collectives.max_(flags, self._ctx.world).tolist()
+        if failed:
+            self._saver.wait()
+            raise CheckpointError("Another rank could not finish a checkpoint; its own message says why.")
+        if due:
+            self._saved = now
         if number:
-            return f"signal {signal.Signals(number).name}"
-        return "--exit-duration-in-mins is over" if is_late else None
+            return Edge(f"signal {signal.Signals(number).name}", bool(due))
+        return Edge("--exit-duration-in-mins is over" if late else None, bool(due))
 
     def close(self) -> None:
         """Give the signals back."""

@@ -88,7 +88,9 @@ def _line(record: Record) -> str:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record as (tag, value); of `expert_load` max over mean and every share."""
+    """The numbers of a record as (tag, value); of `expert_load` max over mean and every share, of `moe_layers` all."""
+    if record.get("event"):
+        return
     prefix = "evaluation" if record.get("evaluation") else "train"
     for name, value in record.items():
         if name == "expert_load":
@@ -96,6 +98,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
                 yield f"expert_load/{layer}/max_over_mean", max_over_mean(shares)
                 for expert, share in enumerate(shares):
                     yield f"expert_load/{layer}/expert {expert}", share
+        elif name == "moe_layers":
+            for layer, numbers in value.items():
+                yield from ((f"moe/{layer}/{kind}", float(number)) for kind, number in numbers.items())
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "iteration":
             yield f"{prefix}/{name}", float(value)
 

@@ -4,14 +4,14 @@ The loss is a sum over tokens divided once by the number of valid tokens of the 
 of micro-batches can weigh a token differently. There is no other factor.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_moe.data.batch import Batch
+from megatron_moe.model.decoder import Decoder
 from megatron_moe.moe.bias import update_bias
 from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.grad_norm import clip, gradient_norm
@@ -20,16 +20,17 @@ from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
 from megatron_moe.training.build import Machine
 
 
-class NonFiniteError(RuntimeError):
-    """Loss or gradient norm is NaN or infinite; the weights are untouched."""
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports, the same on every rank."""
+    """What a step reports, the same on every rank; ``applied`` unless it was refused before the weights changed.
+
+    ``mtp_losses`` are those of the modules of multi-token prediction, before their weight.
+    """
 
     loss: float
     grad_norm: float
+    applied: bool = True
+    mtp_losses: tuple[float, ...] = ()
 
 
 def token_batches(
@@ -70,16 +71,33 @@ def total_loss(loss: Tensor, machine: Machine) -> float:
     return float(collectives.sum_(collectives.sum_(loss, ctx.dp_cp), ctx.pp))
 
 
-def train_step(machine: Machine, batches: Sequence[Batch], iteration: int, learning_rate: float) -> StepResult:
+def prediction_losses(machine: Machine) -> tuple[float, ...]:
+    """Losses of the modules of multi-token prediction in the last step, of the global batch, on every rank."""
+    depth, ctx = machine.config.model.mtp_num_layers or 0, machine.ctx
+    losses_D = torch.zeros(depth, dtype=torch.float64, device=ctx.device)
+    for stage in machine.stages.values():
+        assert isinstance(stage.module, Decoder)
+        for part_D in stage.module.mtp_losses.values():
+            losses_D += part_D
+        stage.module.mtp_losses.clear()
+    return tuple(collectives.sum_(collectives.sum_(losses_D, ctx.dp_cp), ctx.pp).tolist()) if depth else ()
+
+
+def train_step(
+    machine: Machine,
+    batches: Sequence[Batch],
+    iteration: int,
+    learning_rate: float,
+    accept: Callable[[float, float], bool] | None = None,
+) -> StepResult:
     """Forward, backward and update for one global batch.
 
     Args:
         batches: this data rank's micro-batches, the same on all ranks that share it.
         iteration: number of the step, from 1; keys the random numbers.
         learning_rate: of this step.
-
-    Raises:
-        NonFiniteError: on every rank alike, before any weight changes.
+        accept: told loss and gradient norm, says whether the step counts, the same on every rank. If not, weights,
+            optimizer state and biases stay as they are.
     """
     tokens = token_batches(batches, machine, iteration, training=True)
     for stage in machine.stages.values():
@@ -91,33 +109,17 @@ def train_step(machine: Machine, batches: Sequence[Batch], iteration: int, learn
     for stage in machine.stages.values():
         stage.reducer.finish()
     loss, norm = total_loss(loss_part, machine), gradient_norm(machine.pieces, machine.ctx)
-    if machine.config.training.check_for_nan_in_loss_and_grad:
-        _check_finite(loss, norm, machine, iteration, tokens)
+    if accept is not None and not accept(loss, norm):
+        for stage in machine.stages.values():
+            stage.reducer.gather_weights()  # where each use gathers them, let go of what the last one left
+        return StepResult(loss, norm, applied=False)
     if machine.config.optim.clip_grad > 0:
         clip(machine.pieces, norm, machine.config.optim.clip_grad)
     machine.optimizer.step(learning_rate)
     for stage in machine.stages.values():
         stage.reducer.gather_weights()
     update_loads(machine)
-    return StepResult(loss, norm)
-
-
-def _check_finite(
-    loss: float, norm: float, machine: Machine, iteration: int, tokens: Sequence[TokenBatch]
-) -> None:
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    bad_layers = {
-        layer: int(sum(int(s.num_nonfinite) for s in gate.statistics.values()))
-        for layer, gate in machine.gates.items()
-    }
-    routers = ", ".join(f"layer {layer}: {count}" for layer, count in bad_layers.items() if count) or "none here"
-    samples = sorted(int(i) for batch in tokens for i in batch.sample_ids_B)
-    raise NonFiniteError(
-        f"iteration {iteration}: loss {loss}, gradient norm {norm}; the weights were not touched. "
-        f"{machine.ctx.describe()} had samples {samples[0]}..{samples[-1]}; router scores that are not finite: "
-        f"{routers}. Lower --lr, check the data, or set --no-check-for-nan-in-loss-and-grad to go on."
-    )
+    return StepResult(loss, norm, mtp_losses=prediction_losses(machine))
 
 
 @torch.no_grad()
@@ -129,9 +131,10 @@ def update_loads(machine: Machine) -> None:
     gates = [gate for gate in machine.gates.values() if gate.bias_E is not None or gate.batch_load_E is not None]
     if not gates:
         return
-    counts_LX = collectives.sum_(torch.stack([_chosen(gate) for gate in gates]), machine.ctx.stage)
+    mine = [_chosen(gate) for gate in gates]  # of different length where layers differ in experts
+    summed = collectives.sum_(torch.cat(mine), machine.ctx.stage).split([counts_X.numel() for counts_X in mine])
     rate = machine.config.moe.moe_router_bias_update_rate
-    for gate, counts_X in zip(gates, counts_LX, strict=True):
+    for gate, counts_X in zip(gates, summed, strict=True):
         counts_E, num_tokens = counts_X[:-1], counts_X[-1]
         if gate.bias_E is not None:
             gate.bias_E.copy_(update_bias(gate.bias_E, counts_E, rate))

@@ -14,13 +14,13 @@ TINY = (
     "--mock-data --vocab-size 300 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 "
     "--moe-ffn-hidden-size 32 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-2 "
     "--eval-interval 10 --eval-iters 1 --save-interval 5 --peak-tflops 1 --expert-model-parallel-size 2"
-).split()
+)
 
 
-def start(save: Path) -> subprocess.Popen[str]:
+def start(save: Path, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*command, "pretrain_moe.py", *TINY, "--save", str(save)],
+        [*command, "pretrain_moe.py", *TINY.split(), "--save", str(save), *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

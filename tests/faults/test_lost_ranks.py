@@ -10,15 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "--mock-data --vocab-size 300 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --seq-length 16 "
-    "--global-batch-size 8 --train-iters 100000 --eval-interval 0 --peak-tflops 1 --expert-model-parallel-size 2"
-).split()
+    "--mock-data --vocab-size 300 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 "
+    "--seq-length 16 --global-batch-size 8 --train-iters 100000 --eval-interval 0 --peak-tflops 1 "
+    "--expert-model-parallel-size 2"
+)
 
 
 def start(port: int, rank: int, *flags: str) -> subprocess.Popen[str]:
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return subprocess.Popen(
-        [sys.executable, "pretrain_moe.py", *TINY, *flags],
+        [sys.executable, "pretrain_moe.py", *TINY.split(), *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in env.items()}},
         stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """Check layouts by hand.
 
-    python -m tests.parity matrix [first:last]                         the whole matrix, or some of its rows
-    python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2 ...     layouts of your choice
+python -m tests.parity matrix [first:last]                         the whole matrix, or some of its rows
+python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2 ...     layouts of your choice
 """
 
 import sys
@@ -44,13 +44,13 @@ def whole_matrix(arguments: list[str], pool: RankPool) -> int:
         began = time.monotonic()
         problems, error = coverage.verdict(row, references)
         failed += bool(problems)
-        largest = max(largest, error)
+        largest = largest if problems else max(largest, error)
         words = "differs" if problems else f"equal to {error:.1e}"
         print(f"{number:3d}  {words}  ({time.monotonic() - began:.1f} s)  {coverage.describe(row)}", flush=True)
         for problem in problems[:8]:
             print(f"       {problem}", flush=True)
     print(
-        f"{failed} rows differ; largest relative difference of the others included: {largest:.2e}; "
+        f"{failed} rows differ; largest relative difference of the others: {largest:.2e}; "
         f"{time.monotonic() - start:.0f} s, {references.num_made} runs in one process"
     )
     return failed

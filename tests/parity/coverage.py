@@ -6,7 +6,8 @@ from typing import Any
 from megatron_moe.config.schema import Config
 from megatron_moe.training.local_ranks import RankFailure, RankPool
 from megatron_moe.training.parity import Trace, compare, trace
-from tests.parity.matrix import AXES, FACTORS, FEATURES, Pair, Row, all_pairs, config_of, pairs_of, ranks_of
+from tests.parity.factors import AXES, FACTORS, FEATURES, Row, config_of, ranks_of
+from tests.parity.matrix import Pair, all_pairs, pairs_of
 
 
 class References:
@@ -39,21 +40,25 @@ def verdict(row: Row, references: References) -> tuple[list[str], float]:
 def describe(row: Row) -> str:
     """A row in words: what is not as in the first value of each factor."""
     words = [f"{name}={value}" for name, value in row.items() if name in AXES and value != next(iter(AXES[name]))]
-    features = [f"{name}: {value}" for name, value in row.items() if name in FEATURES and value != next(iter(FEATURES[name]))]
+    features = [
+        f"{name}: {value}" for name, value in row.items() if name in FEATURES and value != next(iter(FEATURES[name]))
+    ]
     return f"{' '.join(words)} | {', '.join(features)}"
 
 
-def subset(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Few rows that have every value of every factor, and between equals those with the most meetings."""
-    missing: set[Any] = {(name, value) for row in rows for name, value in row.items()}
-    chosen: list[dict[str, str]] = []
+def subset(rows: Sequence[dict[str, str]], at_least: int = 18) -> list[dict[str, str]]:
+    """Few rows that have every value of every factor; between equals, and to fill up, those with most new meetings."""
+    missing: set[Any] = {item for row in rows for item in row.items()}
+    meetings = [pairs_of(row) for row in rows]
+    chosen: list[int] = []
     seen: set[Pair] = set()
-    while missing:
-        best = max(rows, key=lambda row: (len(missing & set(row.items())), len(pairs_of(row) - seen)))
+    while missing or len(chosen) < at_least:
+        left = [i for i in range(len(rows)) if i not in chosen]
+        best = max(left, key=lambda i: (len(missing & set(rows[i].items())), len(meetings[i] - seen)))
         chosen.append(best)
-        missing -= set(best.items())
-        seen |= pairs_of(best)
-    return chosen
+        missing -= set(rows[best].items())
+        seen |= meetings[best]
+    return [rows[i] for i in chosen]
 
 
 def table(rows: Sequence[Row], impossible: Collection[Pair]) -> str:

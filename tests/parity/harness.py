@@ -41,11 +41,23 @@ def differences(found: Trace, expected: Trace) -> list[str]:
 
 
 def layout(text: str) -> tuple[dict[str, Any], int]:
-    """``tp=2,pp=2,ep=2,dp=2`` -> configuration fields and world size; etp and the micro-batch size are 1 unless given."""
+    """``tp=2,pp=2,dp=2`` -> configuration fields and world size; etp and the micro-batch size are 1 unless given."""
     values, sizes = read_layout(text)
     values.setdefault("expert_tensor_parallel_size", 1)
     values.setdefault("micro_batch_size", 1)
     return values, sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes.get("dp", 1)
 
 
-__all__ = ["BASE", "GLOBAL_BATCH", "TOLERANCE", "Trace", "_groups", "batches", "differences", "layout", "make_groups", "trace", "vary"]
+__all__ = [
+    "BASE",
+    "GLOBAL_BATCH",
+    "TOLERANCE",
+    "Trace",
+    "_groups",
+    "batches",
+    "differences",
+    "layout",
+    "make_groups",
+    "trace",
+    "vary",
+]

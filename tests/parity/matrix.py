@@ -3,110 +3,24 @@
     axes       tp cp dp ep etp pp (schedule, stages per rank)  sp  ZeRO  cp_comm  dispatcher  micro-batch size
     features   router, balance loss, capacity, groups, shared experts, recomputation, documents, padding, ...
 
-Every value of an axis meets every value of every other axis, and every axis, on and off, meets every value of every feature,
-where the configuration's own checks allow the pair. Rows are made greedily and deterministically: each begins with pairs that
-are missing, then every other factor takes the value that adds most. Choices come from the registries, so that a new router,
-loss, schedule or dispatcher is in the matrix by being registered.
+Every value of an axis meets every value of every other axis, and every axis, on and off, meets every value of every
+feature, where the configuration's own checks allow the pair. Rows are made greedily and deterministically: each begins
+with a pair that is missing, then every other factor takes the value that adds most.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
-from typing import Any
 
 from megatron_moe.config import check, normalise
-from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.moe.checks import moe_checks
-from megatron_moe.moe.dispatchers import DISPATCHERS
-from megatron_moe.moe.losses import BALANCE_LOSSES
-from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.pipeline.schedules import SCHEDULES, schedule_problems
 from megatron_moe.training import registries
-from tests.parity.harness import BASE, GLOBAL_BATCH, SEQ_LENGTH, vary
+from tests.parity.factors import AXES, FACTORS, FEATURES, PIPELINES, Row, config_of, features_of, ranks_of
+from tests.parity.harness import BASE, GLOBAL_BATCH, vary
 
-Row = Mapping[str, str]
 MAX_RANKS = 8
-_CP_COMM = next(f for f in fields(ParallelConfig) if f.name == "cp_comm_type").metadata["choices"]
-
-
-def _pipelines() -> dict[str, dict[str, Any]]:
-    """Every schedule with two ranks, the free ones with three stages per rank too, one of them with four ranks."""
-    made: dict[str, dict[str, Any]] = {"none": {}}
-    for name, spec in SCHEDULES.items():
-        made[name] = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name}
-        if spec.chunks is None:
-            made[f"{name} x3"] = made[name] | {"num_virtual_stages_per_pipeline_rank": 3}
-    made["zb-h1 on 4"] = made["zb-h1"] | {"pipeline_model_parallel_size": 4}
-    return made
-
-
-PIPELINES = _pipelines()
-ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-SEVERAL = ("aux_loss", "gshard", "seq_aux_loss", "global_aux_loss", "deepseek_device")
-
-
-def _size(name: str, *sizes: int) -> dict[str, dict[str, Any]]:
-    return {str(size): {name: size} for size in sizes}
-
-
-def _losses() -> dict[str, dict[str, Any]]:
-    key, coefficient = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
-    made = {name: {key: (name,), coefficient: (3.0 if name == "gshard" else 0.1,)} for name in BALANCE_LOSSES}
-    return made | {"several": {key: SEVERAL, coefficient: (0.1, 3.0, 0.2, 0.3, 0.05)}}
-
-
-AXES: dict[str, dict[str, dict[str, Any]]] = {
-    "tp": _size("tensor_model_parallel_size", 1, 2, 4),
-    "cp": _size("context_parallel_size", 1, 2, 4),
-    "dp": {str(n): {} for n in (1, 2, 4, 8)},
-    "ep": _size("expert_model_parallel_size", 1, 2, 4, 8),
-    "etp": _size("expert_tensor_parallel_size", 1, 2, 4),
-    "pp": PIPELINES,
-    "sp": {"on": {"sequence_parallel": True}, "off": {"sequence_parallel": False}},
-    "zero": {str(n): {"data_parallel_sharding_strategy": name} for n, name in enumerate(ZERO)},
-    "cp_comm": {name: {"cp_comm_type": name} for name in _CP_COMM},
-    "dispatcher": {name: {"moe_token_dispatcher_type": name} for name in DISPATCHERS},
-    "mbs": _size("micro_batch_size", 1, 2, 4),
-    "accumulation": {"1": {}, "2": {}, "4": {}, "8": {}},
-}
-FEATURES: dict[str, dict[str, dict[str, Any]]] = {
-    "router": {name: {"moe_router": name} for name in ROUTERS},
-    "balance": _losses(),
-    "capacity": {"none": {}, "device": {"moe_device_capacity_factor": 1.0}}
-    | {name: {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": name} for name in ("probs", "position", "random")},
-    "group": {"sequence": {}, "within": {"moe_group_size": "8"}, "pair": {"moe_group_size": str(2 * SEQ_LENGTH)}},
-    "bias": {"off": {}, "on": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}},
-    "scores": {"softmax": {}, "sigmoid": {"moe_router_score_function": "sigmoid"}},
-    "z_loss": {"off": {}, "on": {"moe_z_loss_coeff": 0.1}},
-    "jitter": {"off": {}, "on": {"moe_input_jitter_eps": 0.1}},
-    "shared": {
-        "none": {},
-        "plain": {"moe_shared_expert_intermediate_size": 16},
-        "gated": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
-    },
-    "skew": {"-": {}, "all to one": {"moe_router_force_skew": 8.0}, "first always": {"moe_router_force_skew": 4.0}},
-    "model": {"moe": {}, "dense": {"num_experts": None}},
-    "embeddings": {"tied": {}, "untied": {"untie_embeddings_and_output_weights": True}},
-    "documents": {
-        "joined": {},
-        "positions": {"reset_position_ids": True},
-        "packed": {"reset_position_ids": True, "reset_attention_mask": True},
-    },
-    "tokens": {"all": {}, "uneven": {"eod_mask_loss": True}, "padded": {"padded": True}},
-    "recompute": {"none": {}, "full": {"recompute_granularity": "full"}}
-    | {
-        " ".join(modules): {"recompute_granularity": "selective", "recompute_modules": modules}
-        for modules in (("core_attn",), ("mlp", "moe"), ("norm", "core_attn"))
-    },
-    "dropout": {"off": {}, "on": {"hidden_dropout": 0.1}},
-    "norm": {"RMSNorm": {}, "LayerNorm": {"normalization": "LayerNorm"}},
-    "qk_norm": {"off": {}, "on": {"qk_layernorm": True}},
-    "linear": {"plain": {}, "biases": {"add_bias_linear": True}, "qkv biases": {"add_qkv_bias": True}},
-    "activation": {"swiglu": {}, "gelu": {"activation": "gelu"}},
-    "kv heads": {"4": {"num_query_groups": 4}, "2": {"num_query_groups": 2}, "1": {"num_query_groups": 1}},
-}
-FACTORS = AXES | FEATURES
 
 
 def on(axis: str, value: str) -> str:
@@ -114,8 +28,9 @@ def on(axis: str, value: str) -> str:
     if axis in ("tp", "cp", "dp", "ep", "etp", "accumulation"):
         return "1" if value == "1" else ">1"
     if axis == "pp" and value != "none":
-        spec = SCHEDULES[PIPELINES[value]["pipeline_schedule"]]
-        return ("V" if spec.chunks == 2 else "interleaved") if spec.chunks != 1 else "zero bubble" if "zb" in value else "plain"
+        chunks = SCHEDULES[PIPELINES[value]["pipeline_schedule"]].chunks
+        of_one = "zero bubble" if value.startswith("zb") else "plain"
+        return {None: "interleaved", 1: of_one, 2: "V"}[chunks]
     return value
 
 
@@ -131,7 +46,8 @@ def meetings(row: Row, name: str, value: str) -> set[Pair]:
         return {((axis, on(axis, row[axis])), (name, value)) for axis in AXES if axis in row}
     for other, theirs in row.items():
         if other in AXES:
-            found.add(tuple(sorted(((name, value), (other, theirs)), key=lambda item: list(AXES).index(item[0]))))
+            first, second = sorted(((name, value), (other, theirs)), key=lambda item: list(AXES).index(item[0]))
+            found.add((first, second))
         elif row.get("model") != "dense" or other not in MOE_FEATURES:
             found.add(((name, on(name, value)), (other, theirs)))
     return found
@@ -154,42 +70,8 @@ def all_pairs() -> set[Pair]:
     return made
 
 
-def ranks_of(row: Row) -> int:
-    """World size of a row."""
-    pp = PIPELINES[row["pp"]].get("pipeline_model_parallel_size", 1)
-    return int(row["tp"]) * int(row["cp"]) * int(row["dp"]) * pp
-
-
-def features_of(row: Row) -> dict[str, Any]:
-    """Configuration fields of a row's features, with what they need."""
-    features: dict[str, Any] = {}
-    for name in FEATURES:
-        features |= FEATURES[name][row[name]] if name in row else {}
-    losses = features.get("moe_router_load_balancing_type", ())
-    if row["router"] == "switch" or row.get("skew") == "all to one":
-        features["moe_router_topk"] = 1
-    if row.get("capacity") == "device" or any(name.startswith("deepseek_d") for name in losses):
-        features["moe_router_num_groups"] = 4
-    if "deepseek_comm" in losses:
-        features |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    if row["router"] == "expert_choice":
-        features["moe_allow_acausal_routing"] = True
-    return features
-
-
-def config_of(row: Row) -> tuple[Config, Config, bool]:
-    """(configuration under the layout, the same for one process, whether samples are padded)."""
-    features = features_of(row)
-    padded = features.pop("padded", False)
-    layout: dict[str, Any] = {}
-    for name in AXES:
-        layout |= AXES[name][row[name]]
-    stages = layout.get("num_virtual_stages_per_pipeline_rank", 2) * layout.get("pipeline_model_parallel_size", 1)
-    base = vary(BASE, num_layers=max(4, stages), **features)
-    return vary(base, **layout), base, padded
-
-
-MOE_FEATURES = ("router", "balance", "capacity", "group", "bias", "scores", "z_loss", "jitter", "shared", "skew")
+MOE_FEATURES: tuple[str, ...] = ("router", "balance", "capacity", "group", "bias", "scores", "z_loss", "jitter")
+MOE_FEATURES += ("shared", "skew", "experts")
 _PLAIN = {name: next(iter(FEATURES[name])) for name in MOE_FEATURES} | {"balance": "aux_loss", "dispatcher": "alltoall"}
 
 
@@ -202,8 +84,9 @@ def conflict(row: Row) -> bool:
 
 @cache
 def _routing_conflict(values: tuple[str, ...]) -> bool:
-    features = features_of(dict(zip(MOE_FEATURES, values, strict=True)))
-    return any(moe_checks(vary(BASE, **features).moe))
+    row: Row = dict(zip(MOE_FEATURES, values, strict=True))
+    moe = normalise(vary(BASE, **features_of(row)), 1)[0].moe
+    return any(moe_checks(replace(moe, num_experts=4) if row["experts"] == "pyramid" else moe))
 
 
 def _sizes_conflict(row: Row) -> bool:
@@ -232,7 +115,6 @@ def _features_conflict(row: Row) -> bool:
         return name in row and row[name] not in values
 
     dense, tp = get("model") == "dense", int(get("tp", "1"))
-    slots = ("probs", "position", "random")
     return any(
         (
             get("sp") == "on" and get("tp") == "1",
@@ -248,6 +130,7 @@ def _features_conflict(row: Row) -> bool:
             get("balance") == "deepseek_comm" and given("router", "topk"),
             get("router") == "hash" and (given("balance", "none") or given("z_loss", "off")),
             get("capacity") in ("position", "random") and get("router") in ("gshard_top2", "expert_choice"),
+            get("experts") == "pyramid" and get("ep") == "8",
             dense and (get("ep", "1") != "1" or get("etp", "1") != "1"),
             dense and any(given(name, value) for name, value in _PLAIN.items()),
         )
@@ -262,19 +145,26 @@ def problems(row: Row) -> list[str]:
     return check(config, world_size, registries.CHOICES, registries.RULES, to_train=False)
 
 
-ORDER = ("model", *MOE_FEATURES, "pp", "dp", "accumulation", "mbs", "tp", "cp", "ep", "etp")
-ORDER += tuple(name for name in FACTORS if name not in ORDER)
+SIZES = ("pp", "dp", "accumulation", "mbs", "tp", "cp", "ep", "etp")
 
 
-def _complete(start: Row, missing: set[Pair]) -> Row | None:
+Refused = set[frozenset[tuple[str, str]]]
+
+
+def _complete(start: Row, missing: set[Pair], refused: Refused) -> Row | None:
     """Give every other factor the value that adds most missing pairs; back up where nothing fits."""
-    order = [name for name in ORDER if name not in start]
+    # Those first that rule each other out: what cannot be is found before much else has been chosen.
+    first = (*MOE_FEATURES, *SIZES) if any(name in MOE_FEATURES for name in start) else (*SIZES, *MOE_FEATURES)
+    order = [name for name in dict.fromkeys(("model", *first, *FACTORS)) if name not in start]
+
+    def fits(row: Row) -> bool:
+        return not conflict(row) and not any(items <= row.items() for items in refused)
 
     def extend(row: dict[str, str], rest: list[str]) -> dict[str, str] | None:
         if not rest:
-            return None if problems(row) else row
+            return row
         name = rest[0]
-        fitting = [value for value in FACTORS[name] if not conflict(row | {name: value})]
+        fitting = [value for value in FACTORS[name] if fits(row | {name: value})]
         shift = len(missing) % max(len(fitting), 1)  # among equals not always the first
         fitting = fitting[shift:] + fitting[:shift]
         for value in sorted(fitting, key=lambda v: -len(meetings(row, name, v) & missing)):
@@ -283,7 +173,28 @@ def _complete(start: Row, missing: set[Pair]) -> Row | None:
                 return done
         return None
 
-    return None if conflict(start) else extend(dict(start), order)
+    while fits(start):
+        row = extend(dict(start), order)
+        if row is None or not problems(row):
+            return row
+        refused.add(_culprits(row))
+    return None
+
+
+ONE_PROCESS = {name: next(iter(AXES[name])) for name in AXES} | {"sp": "off", "mbs": "2", "accumulation": "4"}
+
+
+def _culprits(row: Row) -> frozenset[tuple[str, str]]:
+    """The values for which a row is refused: of a rule of the checks that ``conflict`` does not know."""
+    alone = dict(row) | ONE_PROCESS
+    row = dict(row) if conflict(alone) or not problems(alone) else alone
+    for name in FACTORS:
+        plain = row | {name: next(iter(FACTORS[name]))}
+        if not conflict(plain) and problems(plain):
+            row = plain
+    features_alone = row.items() >= ONE_PROCESS.items()
+    kept = (name for name in row if row[name] != next(iter(FACTORS[name])))
+    return frozenset((name, row[name]) for name in kept if not (features_alone and name in AXES))
 
 
 def _seeds(pair: Pair) -> Iterator[Row]:
@@ -298,9 +209,10 @@ def _seeds(pair: Pair) -> Iterator[Row]:
 def rows() -> tuple[tuple[dict[str, str], ...], frozenset[Pair]]:
     """(the matrix, pairs that cannot be)."""
     missing, impossible, made = all_pairs(), set(), []
+    refused: Refused = set()
     while missing:
         pair = min(missing)
-        done = next((row for row in (_complete(s, missing) for s in _seeds(pair)) if row is not None), None)
+        done = next((row for row in (_complete(s, missing, refused) for s in _seeds(pair)) if row is not None), None)
         if done is None:
             impossible.add(pair)
             missing.discard(pair)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.model.attention import attend
+from megatron_moe.model.core_attention import attend
 from megatron_moe.model.ring_attention import ring_attention, visible_blocks
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes

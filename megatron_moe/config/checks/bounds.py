@@ -10,26 +10,35 @@ from megatron_moe.config.settings import settings, value_of
 
 _NAMES_BY_RANGE = {
     "[1": """
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
+        original_max_position_embeddings rotary_scaling_factor
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
-        make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size
+        make_vocab_size_divisible_by num_experts moe_segmentation_factor moe_ffn_hidden_size
+        moe_shared_expert_intermediate_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_group_score_topk
         moe_router_force_skew
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size num_virtual_stages_per_pipeline_rank
         seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         micro_batch_size global_batch_size train_iters train_samples eval_iters exit_interval
-        save_interval keep_last log_interval profile_schedule
+        save_interval keep_last keep_every log_interval profile_schedule
+        check_weight_hash_across_dp_replicas_interval
         """,
     "[0": """
+        glu_linear_offset window_size mscale mscale_all_dim mtp_loss_scaling_factor
         moe_first_dense_layers num_workers lr_warmup_iters lr_warmup_samples rampup_batch_size seed
         eval_interval ckpt_step lr min_lr lr_warmup_init weight_decay clip_grad moe_router_bias_update_rate
         moe_aux_loss_coeff moe_z_loss_coeff
         """,
     "(0": """
-        norm_epsilon rotary_base init_method_std moe_router_init_std moe_router_topk_scaling_factor
+        norm_epsilon qk_layernorm_epsilon rotary_base activation_func_clamp_value
+        beta_fast beta_slow rope_low_freq_factor rope_high_freq_factor
+        init_method_std moe_router_init_std moe_router_topk_scaling_factor
         distributed_timeout_minutes adam_eps exit_duration_in_mins peak_tflops
+        save_interval_minutes
         moe_expert_capacity_factor moe_eval_capacity_factor moe_device_capacity_factor
         """,
+    "(1": "loss_spike_factor grad_norm_spike_factor",
     "(0 1]": "rotary_percent",
     "[0 1]": "moe_device_capacity_protected",
     "[0 1)": "hidden_dropout adam_beta1 adam_beta2 lr_warmup_fraction",

@@ -16,7 +16,7 @@ from megatron_moe.config.schema import Config
 def heads_divide_hidden_size(config: Config, world_size: int) -> Iterator[str]:
     """The width of a head follows from hidden size and heads, unless it is given."""
     model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    if model.kv_channels is None and not model.multi_latent_attention and model.hidden_size % model.num_attention_heads:
         yield (
             f"{typed(config, 'num_attention_heads')} does not divide {typed(config, 'hidden_size')}; use "
             f"--hidden-size {multiples_near(model.hidden_size, model.num_attention_heads)}, or "
@@ -44,7 +44,7 @@ def heads_divide_over_tensor_parallel(config: Config, world_size: int) -> Iterat
 def query_groups_fit_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     """Key-value heads are cut over tensor-parallel ranks, or each is copied to the same number of ranks."""
     tp, groups = config.parallel.tensor_model_parallel_size, config.model.query_groups
-    if groups % tp and tp % groups:
+    if not config.model.multi_latent_attention and groups % tp and tp % groups:
         fitting = [g for g in divisors(config.model.num_attention_heads) if g % tp == 0 or tp % g == 0]
         yield (
             f"--num-query-groups {groups} and {typed(config, 'tensor_model_parallel_size')} do not fit: one "
@@ -65,6 +65,10 @@ def rotary_channels_are_even(config: Config, world_size: int) -> Iterator[str]:
     """A rotation turns pairs of channels."""
     model = config.model
     if model.position_embedding_type != "rope":
+        return
+    if model.multi_latent_attention:
+        if model.qk_pos_emb_head_dim % 2:
+            yield f"{typed(config, 'qk_pos_emb_head_dim')} is odd, but channels rotate in pairs; use an even number."
         return
     rotated = int(model.head_channels * model.rotary_percent)
     if rotated % 2 or rotated < 2:

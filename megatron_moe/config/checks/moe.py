@@ -1,8 +1,18 @@
 """Rules that tie experts to layers, ranks and sequences; those of routing stand beside the routers."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron_moe.config.checks.support import divisors, multiples_near, one_of, splits_over, typed
+from megatron_moe.config.checks.support import (
+    divisors,
+    layer_experts,
+    multiples_near,
+    one_of,
+    splits_over,
+    typed,
+)
+from megatron_moe.config.patterns import experts_of_layers
 from megatron_moe.config.schema import Config
 
 
@@ -24,10 +34,39 @@ def layer_pattern_can_be_read(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def experts_per_layer_can_be_read(config: Config, world_size: int) -> Iterator[str]:
+    """``--moe-num-experts-per-layer`` has a number for each MoE layer, and ``--num-experts`` is the largest of them."""
+    moe = config.moe
+    if moe.moe_num_experts_per_layer is None:
+        return
+    try:
+        pattern = replace(moe, num_experts=1).layer_pattern(config.model.num_layers)
+    except ValueError:
+        return  # said by the rule above
+    try:
+        largest = max(experts_of_layers(moe.moe_num_experts_per_layer, sum(pattern)), default=0)
+    except ValueError as error:
+        yield str(error)
+        return
+    if moe.num_experts not in (None, largest):
+        yield (
+            f"{typed(config, 'num_experts')} and {typed(config, 'moe_num_experts_per_layer')} do not agree: the "
+            f"largest layer has {largest}; leave --num-experts out."
+        )
+
+
 def experts_divide_over_expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     """Each expert-parallel rank has the same number of experts, and there are experts."""
     ep, experts = config.parallel.expert_model_parallel_size, config.moe.num_experts
-    if experts is not None:
+    if config.moe.moe_num_experts_per_layer is not None:
+        uneven = sorted({count for count in layer_experts(config) if count % ep})
+        if uneven:
+            yield (
+                f"{typed(config, 'moe_num_experts_per_layer')} has layers of {one_of(uneven)} experts, which do not "
+                f"divide over {typed(config, 'expert_model_parallel_size')}; use multiples of {ep}, or "
+                f"--expert-model-parallel-size {one_of(divisors(math.gcd(*layer_experts(config))))}."
+            )
+    elif experts is not None:
         yield from splits_over(config, "num_experts", experts, "expert_model_parallel_size", ep)
     elif ep > 1:
         yield (
@@ -44,6 +83,15 @@ def expert_ffn_divides_over_expert_tensor_parallel(config: Config, world_size: i
         yield from splits_over(config, "moe_ffn_hidden_size", size, "expert_tensor_parallel_size", etp)
 
 
+def expert_ffn_divides_into_segments(config: Config, world_size: int) -> Iterator[str]:
+    """Fine-grained experts are equal parts of an expert, and there are experts to cut."""
+    factor, size = config.moe.moe_segmentation_factor, config.moe.moe_ffn_hidden_size or config.model.dense_ffn_size
+    if factor > 1 and not any(layer_experts(config)):
+        yield f"{typed(config, 'moe_segmentation_factor')} has no experts to cut; give --num-experts, or leave it out."
+    else:
+        yield from splits_over(config, "moe_ffn_hidden_size", size, "moe_segmentation_factor", factor)
+
+
 def shared_expert_divides_over_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     """The shared expert is cut like a dense layer; its gate needs one."""
     size = config.moe.moe_shared_expert_intermediate_size
@@ -56,6 +104,19 @@ def shared_expert_divides_over_tensor_parallel(config: Config, world_size: int) 
             "--moe-shared-expert-gate has no shared expert to weigh; give "
             "--moe-shared-expert-intermediate-size, or leave the gate out."
         )
+
+
+def residual_coefficient_has_two_sides(config: Config, world_size: int) -> Iterator[str]:
+    """A softmax over routed and shared experts needs both, and leaves no room for a second gate."""
+    if not config.moe.moe_residual_coefficient:
+        return
+    if config.moe.moe_shared_expert_intermediate_size is None:
+        yield (
+            "--moe-residual-coefficient weighs routed experts against the shared one, and there is none; give "
+            f"--moe-shared-expert-intermediate-size {config.model.dense_ffn_size}, or leave it out."
+        )
+    elif config.moe.moe_shared_expert_gate:
+        yield "--moe-residual-coefficient and --moe-shared-expert-gate both weigh the shared expert; give one of them."
 
 
 def group_is_whole(config: Config, world_size: int) -> Iterator[str]:
@@ -93,8 +154,11 @@ def group_is_whole(config: Config, world_size: int) -> Iterator[str]:
 
 RULES = (
     layer_pattern_can_be_read,
+    experts_per_layer_can_be_read,
     experts_divide_over_expert_parallel,
     expert_ffn_divides_over_expert_tensor_parallel,
+    expert_ffn_divides_into_segments,
     shared_expert_divides_over_tensor_parallel,
+    residual_coefficient_has_two_sides,
     group_is_whole,
 )

@@ -1,6 +1,7 @@
 """What rules are made of: flags as they would be typed, divisibility, and the choices that would do."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from megatron_moe.config.flags import as_typed
 from megatron_moe.config.schema import Config
@@ -43,6 +44,20 @@ def moe_layers(config: Config) -> tuple[bool, ...]:
         return config.moe.layer_pattern(config.model.num_layers)
     except ValueError:
         return (False,) * config.model.num_layers
+
+
+def layer_experts(config: Config) -> tuple[int, ...]:
+    """Routed experts of each layer, also where --num-experts is still to follow from the list of them.
+
+    Empty where pattern or list cannot be read (a rule says so).
+    """
+    moe = config.moe
+    if moe.num_experts is None and moe.moe_num_experts_per_layer is not None:
+        moe = replace(moe, num_experts=1)
+    try:
+        return moe.experts_per_layer(config.model.num_layers)
+    except ValueError:
+        return ()
 
 
 def divisors(number: int) -> list[int]:

@@ -28,6 +28,12 @@ def micro_batches_fill_global_batch(config: Config, world_size: int) -> Iterator
     )
 
 
+def elastic_runs_have_a_global_batch(config: Config, world_size: int) -> Iterator[str]:
+    """What stays when the number of ranks changes must be said."""
+    if config.parallel.elastic and config.training.global_batch_size is None:
+        yield "--elastic needs the batch that stays when the number of ranks changes; give --global-batch-size."
+
+
 def rampup_reaches_global_batch(config: Config, world_size: int) -> Iterator[str]:
     """The batch grows from its start to the global batch by whole increments of whole micro-batches."""
     rampup, size = config.training.rampup_batch_size, config.training.global_batch_size
@@ -140,6 +146,7 @@ def recomputation_is_known(config: Config, world_size: int) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     micro_batches_fill_global_batch,
+    elastic_runs_have_a_global_batch,
     rampup_reaches_global_batch,
     length_is_given_once,
     decay_and_warmup_are_given_once,

@@ -11,7 +11,7 @@ from megatron_moe.kernels.grouped import (
 )
 from tests.helpers.building import normal
 
-L, O, I = 4, 8, 12  # experts, outputs, inputs
+NUM, OUT, IN = 4, 8, 12  # experts, outputs, inputs
 COUNTS = {
     "all": [3, 1, 2, 5],
     "empty first": [0, 4, 1, 2],
@@ -29,10 +29,10 @@ COUNTS = {
 )
 def test_against_einsum(backend, dtype, counts):
     num_rows, counts_L = sum(counts), torch.tensor(counts)
-    rows_RI, grad_RO = normal(1, num_rows, I, dtype=dtype), normal(2, num_rows, O, dtype=dtype)
-    weight_LOI = normal(3, L, O, I, dtype=dtype)
-    expert_R = torch.repeat_interleave(torch.arange(L), counts_L)
-    of_RL = torch.nn.functional.one_hot(expert_R, L).to(dtype)
+    rows_RI, grad_RO = normal(1, num_rows, IN, dtype=dtype), normal(2, num_rows, OUT, dtype=dtype)
+    weight_LOI = normal(3, NUM, OUT, IN, dtype=dtype)
+    expert_R = torch.repeat_interleave(torch.arange(NUM), counts_L)
+    of_RL = torch.nn.functional.one_hot(expert_R, NUM).to(dtype)
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
 
     for found, expected in (
@@ -54,9 +54,12 @@ def test_against_einsum(backend, dtype, counts):
 
 def test_choice_of_backend():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_backend("auto", torch.bfloat16, cpu) == "loop"
-    assert choose_backend("auto", torch.bfloat16, cuda) == "grouped_mm"
-    assert choose_backend("auto", torch.float64, cuda) == "loop"
-    assert choose_backend("grouped_mm", torch.float32, cpu) == "grouped_mm"
-    with pytest.raises(ValueError, match="does not support --params-dtype float64; use loop"):
-        choose_backend("grouped_mm", torch.float64, cpu)
+    assert choose_backend("auto", torch.bfloat16, cpu, (64, 128)) == "loop"
+    assert choose_backend("auto", torch.bfloat16, cuda, (64, 128)) == "grouped_mm"
+    assert choose_backend("auto", torch.float64, cuda, (64, 128)) == "loop"
+    assert choose_backend("auto", torch.bfloat16, cuda, (64, 12)) == "loop"
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        choose_backend("grouped_mm", torch.bfloat16, cuda, (64, 12))
+    assert choose_backend("grouped_mm", torch.float32, cpu, (64, 128)) == "grouped_mm"
+    with pytest.raises(ValueError, match="Use loop"):
+        choose_backend("grouped_mm", torch.float64, cpu, (64, 128))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.model.attention import attend
+from megatron_moe.model.core_attention import attend
 from megatron_moe.model.ring_attention import ring_attention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
@@ -84,7 +84,10 @@ def test_cut_sequence(ranks, cp, kind, ring):
     ranks.run(MAX_RANKS, harness.make_groups, MeshSizes(cp=cp))
     results = ranks.run(cp, run_on_rank, cp, kind, ring)
     order = torch.cat(
-        [token_batch(torch.zeros(S, 1, dtype=torch.int64), fake_context(MeshSizes(cp=cp), r)).layout.context_S for r in range(cp)]
+        [
+            token_batch(torch.zeros(S, 1, dtype=torch.int64), fake_context(MeshSizes(cp=cp), r)).layout.context_S
+            for r in range(cp)
+        ]
     )
     for index, whole in enumerate(expected(kind)):
         found = np.concatenate([result[index] for result in results])

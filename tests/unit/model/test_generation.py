@@ -50,7 +50,10 @@ def test_greedy_is_an_argmax_loop():
 
 def test_the_context_is_the_last_tokens():
     made = model()
-    whole, cut = run(made, [1, 2, 3, 4, 5], Sampling(0), context_length=3), run(made, [3, 4, 5], Sampling(0), context_length=3)
+    whole, cut = (
+        run(made, [1, 2, 3, 4, 5], Sampling(0), context_length=3),
+        run(made, [3, 4, 5], Sampling(0), context_length=3),
+    )
     assert whole == cut
 
 
@@ -93,7 +96,9 @@ def test_probabilities_and_temperature():
         torch.testing.assert_close(found, torch.softmax(LOGITS_V / temperature, 0), rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("moe", [{"moe_group_size": "4"}, {"moe_group_size": "32", "moe_expert_capacity_factor": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "moe", [{"moe_group_size": "4"}, {"moe_group_size": "32", "moe_expert_capacity_factor": 2.0}], ids=str
+)
 def test_prompts_of_any_length_whatever_the_group(moe):
     """A model trained with groups of N tokens generates from prompts that N does not divide."""
     assert len(run(model(**moe), [3, 1, 4], Sampling(0), max_new_tokens=3)) == 3

@@ -20,8 +20,6 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import sharded_parameters
 from tests.helpers.building import token_batch
 
-
-
 LAYERS, D, F, H, G, E, V, S, B = 2, 16, 12, 4, 2, 6, 29, 11, 2
 SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,

@@ -154,9 +154,7 @@ def test_all_experts_are_a_dense_mixture():
     x_SBD = normal(1, S, B, D)
     weights_SBE = torch.softmax(F.linear(x_SBD, made.gate.weight), -1)
     hidden = torch.einsum("sbd,epfd->sbepf", x_SBD, made.experts.fc1)
-    outputs = torch.einsum(
-        "sbef,edf->sbed", F.silu(hidden[..., 0, :]) * hidden[..., 1, :], made.experts.fc2
-    )
+    outputs = torch.einsum("sbef,edf->sbed", F.silu(hidden[..., 0, :]) * hidden[..., 1, :], made.experts.fc2)
     expected = torch.einsum("sbe,sbed->sbd", weights_SBE, outputs)
     torch.testing.assert_close(made(x_SBD, batch()), expected)
 
@@ -165,7 +163,9 @@ def test_one_expert_is_a_dense_layer():
     made = layer(replace(BASE, num_experts=1, moe_router_topk=1))
     x_SBD = normal(1, S, B, D)
     (gate, up), down = made.experts.fc1[0], made.experts.fc2[0]
-    torch.testing.assert_close(made(x_SBD, batch()), F.linear(F.silu(F.linear(x_SBD, gate)) * F.linear(x_SBD, up), down))
+    torch.testing.assert_close(
+        made(x_SBD, batch()), F.linear(F.silu(F.linear(x_SBD, gate)) * F.linear(x_SBD, up), down)
+    )
 
 
 def test_shared_expert_sees_every_token():

@@ -34,9 +34,7 @@ def call(name: str, case: str, x: Tensor, axis: Axis) -> Tensor:
     return {
         "all_gather": lambda: collectives.all_gather(x, axis),
         "reduce_scatter": lambda: collectives.reduce_scatter(x, axis),
-        "all_to_all": lambda: collectives.all_to_all(
-            x, sends[axis.rank], [row[axis.rank] for row in sends], axis
-        ),
+        "all_to_all": lambda: collectives.all_to_all(x, sends[axis.rank], [row[axis.rank] for row in sends], axis),
         "all_gather_rows": lambda: collectives.all_gather_rows(x, counts, axis),
         "reduce_scatter_rows": lambda: collectives.reduce_scatter_rows(x, counts, axis),
     }[name]()

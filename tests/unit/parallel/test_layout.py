@@ -54,6 +54,7 @@ def test_worked_example_of_sixteen_ranks():
     assert ends(1, MeshSizes(pp=3)) == (1,), "a middle stage has no end of the pipeline"
 
 
+@settings(deadline=None)
 @given(meshes(), st.sampled_from(["dense", "expert"]))
 def test_coordinates_and_ranks_are_inverse(sizes, view_name):
     view = sizes.view(view_name)
@@ -62,7 +63,7 @@ def test_coordinates_and_ranks_are_inverse(sizes, view_name):
     assert all(0 <= position[axis] < size for position in positions for axis, size in view)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(meshes())
 def test_groups_partition_the_world(sizes):
     for group, (view_name, axes) in GROUP_AXES.items():
@@ -75,7 +76,7 @@ def test_groups_partition_the_world(sizes):
             assert all(position == fixed[0] for position in fixed)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(meshes())
 def test_both_views_have_the_same_pipelines(sizes):
     for rank in range(sizes.world):
@@ -85,7 +86,7 @@ def test_both_views_have_the_same_pipelines(sizes):
         assert peers(rank, "pp", sizes) == through
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(meshes())
 def test_every_group_is_made_once_and_only_if_it_communicates(sizes):
     made = all_groups(sizes)

@@ -1,5 +1,6 @@
 """Linears, embedding and loss cut over tp against the whole; weight gradients deferred against at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,20 +164,37 @@ def test_padded_vocabulary():
     assert [padded_vocab(v, 128, tp) for v, tp in ((50257, 1), (50257, 8), (1024, 4))] == [50304, 51200, 1024]
 
 
-def deferrable(kind: str, queue: WeightGradientQueue | None) -> tuple[torch.nn.Module, Any]:
+def deferrable(kind: str, queue: WeightGradientQueue | None) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
     """A module with two deferrable weights, and how to run it on rows [6, D]."""
     ctx = ParallelContext.single()
     model = ModelConfig(hidden_size=D, ffn_hidden_size=F_)
+    made: FeedForward | Experts
     if kind == "dense":
         made = FeedForward(F_, model, ctx, DTYPE, sequence_parallel=False, output_std=0.1, bias=True, queue=queue)
-        run: Any = lambda x_TD: made(x_TD.view(3, 2, D))
     else:
         made = Experts(model, MoEConfig(num_experts=3, moe_ffn_hidden_size=F_), ctx, DTYPE, 0.1, queue)
-        weights_R, counts_L = normal(5, 6).requires_grad_(), torch.tensor([2, 0, 4])
-        run = lambda x_TD: made(x_TD, weights_R, counts_L)
     for i, p in enumerate(made.parameters()):
         p.data.copy_(normal(20 + i, *p.shape))
+
+    def run(x_TD: Tensor) -> Tensor:
+        if kind == "dense":
+            return made(x_TD.view(3, 2, D))
+        return made(x_TD, normal(5, 6), torch.tensor([2, 0, 4]))
+
     return made, run
+
+
+def count_accumulations(module: torch.nn.Module) -> list[str]:
+    """From now on the name of a parameter is noted whenever a gradient is added to it."""
+    noted: list[str] = []
+
+    def count(name: str, p: ShardedParameter) -> None:
+        accumulate = p.accumulate
+        p.accumulate = lambda grad: (noted.append(name), accumulate(grad))[1]
+
+    for name, p in sharded_parameters(module).items():
+        count(name, p)
+    return noted
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -191,12 +209,8 @@ def test_deferred_weight_gradients(kind, monkeypatch):
         module, run = deferrable(kind, queue)
         reducer = GradientReducer([list(sharded_parameters(module).values())], ParallelContext.single(), "no_shard")
         reducer.begin_step(2)
-        counted: list[str] = []
-        matrices = []
-        for name, p in sharded_parameters(module).items():
-            accumulate = p.accumulate
-            p.accumulate = lambda grad, n=name, add=accumulate: (counted.append(n), add(grad))[1]
-            matrices += [name] if p.dim() > 1 and "bias" not in name else []
+        counted = count_accumulations(module)
+        matrices = [name for name in sharded_parameters(module) if not name.endswith("bias")]
         products.clear()
         inputs = []
         for microbatch in range(2):

@@ -27,7 +27,7 @@ def expected_uniform(key: int, token: int, column: int, num_columns: int) -> flo
 
 def test_golden_keys():
     # Written down once: a change would silently change every run.
-    assert hash_key(1234, "layers.0.attention.query.weight") == 0x3afaeae379d8e622
+    assert hash_key(1234, "layers.0.attention.query.weight") == 0x3AFAEAE379D8E622
     assert hash_key(1, 23) != hash_key(12, 3), "parts are told apart"
     script = "from megatron_moe.parallel.random import hash_key; print(hash_key(5, 'a', 7))"
     other = subprocess.run(

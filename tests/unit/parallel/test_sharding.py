@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe.config.schema import Config, DataConfig, ModelConfig, MoEConfig, ParallelConfig, TrainingConfig
@@ -115,6 +115,7 @@ def placements(draw: st.DrawFn) -> tuple[MeshSizes, ShardSpec]:
     return sizes, ShardSpec(shape, shards=shards, padded=tuple(storage), expert=expert)
 
 
+@settings(deadline=None)
 @given(placements())
 def test_slices_partition_the_tensor(placement):
     sizes, spec = placement

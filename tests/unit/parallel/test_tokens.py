@@ -69,7 +69,8 @@ def gather_on_rank(rank: int, sizes: MeshSizes) -> None:
         assert torch.equal(gathered, whole)
         (gathered * (whole + ctx.cp.rank + 10 * ctx.tp.rank)).sum().backward()
         expected = layout.axis.size * whole + sum(
-            (peer >> 1) + 10 * (peer & 1) for peer in layout.axis.ranks  # rank = tp + 2 cp
+            (peer >> 1) + 10 * (peer & 1)
+            for peer in layout.axis.ranks  # rank = tp + 2 cp
         )
         assert torch.equal(local.grad, expected[layout.local_S])
         assert torch.equal(layout.gather_context(whole[layout.context_S]), whole)

@@ -1,0 +1,96 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of all heads from one latent per token.
+
+    x [S', B, D] -> query_down -> norm -> gather S (tp) -> query_up -> per head: N channels, R channels to rotate
+                -> kv_down --> L channels -> norm -> gather S -> kv_up -> per head: key of N, value of O channels
+                         \\---> R channels, rotated: the rest of the key, one for all heads
+
+Down projections are whole on every rank and see the tokens of the residual stream; only latents are gathered, which are
+shorter than x. Up projections are cut by heads.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.schema import ModelConfig
+from megatron_moe.model.core_attention import AttentionSettings, CoreAttention
+from megatron_moe.model.norm import Norm
+from megatron_moe.model.rotary import Rotary, yarn_mscale
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.linear import ColumnParallelLinear, ReplicatedLinear, enter_tp
+from megatron_moe.parallel.sharding import Initial
+from megatron_moe.parallel.tokens import TokenBatch
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """Factor of the scores: channels^-1/2, times what YaRN adds for longer sequences (DeepSeek's code)."""
+    scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
+    if config.rope_type == "yarn":
+        scale *= yarn_mscale(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+    return scale
+
+
+class LatentAttention(CoreAttention):
+    """Causal self-attention of one layer through latents."""
+
+    def __init__(
+        self, config: ModelConfig, ctx: ParallelContext, dtype: torch.dtype, settings: AttentionSettings
+    ) -> None:
+        value, rope = config.v_head_dim, config.qk_pos_emb_head_dim
+        super().__init__(config, ctx, dtype, settings, scale=softmax_scale(config), value_channels=value)
+        self.key_channels, self.rope_channels, self.value_channels = config.qk_head_dim, rope, value
+        self.kv_rank = config.kv_lora_rank
+        heads, query = config.num_attention_heads, config.qk_head_dim + rope
+        common = {"initial": Initial("normal", config.init_method_std), "queue": settings.queue}
+
+        def down(rows: int) -> ReplicatedLinear:
+            bias, partial_tp = config.add_bias_linear or config.add_qkv_bias, settings.sequence_parallel
+            return ReplicatedLinear((rows, config.hidden_size), ctx, dtype, partial_tp=partial_tp, bias=bias, **common)
+
+        def norm(size: int) -> Norm | None:
+            if not config.qk_layernorm:
+                return None
+            epsilon, partial_tp = config.qk_norm_epsilon, settings.sequence_parallel
+            return Norm(size, config, ctx, dtype, partial_tp=partial_tp, epsilon=epsilon)
+
+        self.query: ColumnParallelLinear | None = None
+        self.query_down: ReplicatedLinear | None = None
+        if config.q_lora_rank is None:
+            self.query = ColumnParallelLinear((heads * query, config.hidden_size), ctx, dtype, **common)
+        else:
+            self.query_down, self.query_down_norm = down(config.q_lora_rank), norm(config.q_lora_rank)
+            self.query_up = ColumnParallelLinear((heads * query, config.q_lora_rank), ctx, dtype, **common)
+        self.kv_down, self.kv_down_norm = down(self.kv_rank + rope), norm(self.kv_rank)
+        rows = heads * (self.key_channels + value)
+        self.kv_up = ColumnParallelLinear((rows, self.kv_rank), ctx, dtype, **common)
+        self.rotary = None
+        if config.position_embedding_type == "rope":
+            self.rotary = Rotary(rope, 1.0, config, ctx.device)
+
+    def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+        """x [S', B, D], normalised rows of the residual stream -> [S', B, D]."""
+        q_SBHC = self._queries(x_SBD).unflatten(-1, (-1, self.key_channels + self.rope_channels))
+        q_SBHN, q_SBHR = q_SBHC.split([self.key_channels, self.rope_channels], -1)
+        latent_SBL, k_SBR = self.kv_down(x_SBD).split([self.kv_rank, self.rope_channels], -1)
+        if self.kv_down_norm is not None:
+            latent_SBL = self.kv_down_norm(latent_SBL)
+        gathered = enter_tp(torch.cat([latent_SBL, k_SBR], -1), self.ctx, self.sequence_parallel)
+        latent_SBL, k_SBR = gathered.split([self.kv_rank, self.rope_channels], -1)
+        k_SB1R = k_SBR.unsqueeze(2)
+        if self.rotary is not None:
+            tables = self.rotary.tables(tokens.context(tokens.positions_SB), x_SBD.dtype)
+            q_SBHR, k_SB1R = self.rotary.rotate(q_SBHR, tables), self.rotary.rotate(k_SB1R, tables)
+        kv_SBHC = self.kv_up(latent_SBL).unflatten(-1, (-1, self.key_channels + self.value_channels))
+        k_SBHN, v_SBHO = kv_SBHC.split([self.key_channels, self.value_channels], -1)
+        k_SBHR = k_SB1R.expand(-1, -1, k_SBHN.shape[2], -1)
+        q_SBHC, k_SBHC = torch.cat([q_SBHN, q_SBHR], -1), torch.cat([k_SBHN, k_SBHR], -1)
+        return self.attend(q_SBHC, k_SBHC, v_SBHO, tokens)
+
+    def _queries(self, x_SBD: Tensor) -> Tensor:
+        """[S, B, rows of this rank's heads], from x or from its latent."""
+        if self.query_down is None:
+            assert self.query is not None
+            return self.query(enter_tp(x_SBD, self.ctx, self.sequence_parallel))
+        latent_SBQ = self.query_down(x_SBD)
+        if self.query_down_norm is not None:
+            latent_SBQ = self.query_down_norm(latent_SBQ)
+        return self.query_up(enter_tp(latent_SBQ, self.ctx, self.sequence_parallel))

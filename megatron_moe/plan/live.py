@@ -1,0 +1,66 @@
+"""Bytes of device storages that are alive, now and at most: a storage counts from its first tensor to its last."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within: an attribute of a class or module is another."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class LiveBytes:
+    """Follows storages by weak references; a storage whose size changes (sharded weights) is followed too.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most that was alive since :meth:`begin`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def begin(self) -> int:
+        """Forget the peak; returns the bytes alive."""
+        self.peak = self.now
+        return self.now
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor was made, or seen again."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._set, key, None).atexit = False
+            self._set(key, storage.nbytes())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: changes of a storage's size are seen. They are no operations that a mode could see."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+            return resized
+
+        with replaced(torch.UntypedStorage, "resize_", watched):
+            yield
+
+    def _set(self, key: int, size: int | None) -> None:
+        self.now += (size or 0) - self._sizes.pop(key, 0)
+        if size is not None:
+            self._sizes[key] = size
+        self.peak = max(self.peak, self.now)

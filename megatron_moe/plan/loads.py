@@ -1,0 +1,148 @@
+"""The one thing a dry run must be told: which experts tokens go to. Dispatchers run as they are, on given choices.
+
+    skew 1    copies are dealt to experts in turn                    skew s    expert 0 gets s times the mean
+    (--moe-router force_balanced and force_skewed choose the same: a real run with them sends the same bytes)
+
+The router runs too, for its operations and collectives; its decision is on the device, where there are no numbers. A capacity
+drops nothing here: the plan is that of a run in which no copy is lost.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_moe.config.schema import Config, MoEConfig
+from megatron_moe.moe.dispatchers import Dispatched, Dispatcher, LocalDispatcher
+from megatron_moe.moe.dispatchers.allgather import AllGatherDispatcher, _Counts
+from megatron_moe.moe.dispatchers.alltoall import AllToAllDispatcher
+from megatron_moe.moe.gate import group_tokens
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.routers.forced import dealt_ids
+from megatron_moe.moe.routing import Routing
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.layout import coordinates
+from megatron_moe.parallel.tokens import context_positions
+
+IdsOfRank = Callable[[int], Tensor]
+"""Rank of the world -> [T, K] int64, the experts of its tokens."""
+
+
+def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float) -> IdsOfRank:
+    """The choices of every rank for one micro-batch of one layer."""
+    seq_length, batch = config.data.seq_length, config.training.micro_batch_size
+    group = group_tokens(moe.moe_group_size, seq_length, batch)
+    assert moe.num_experts is not None
+    ids_TK = dealt_ids(group, moe.num_experts, moe.moe_router_topk, skew)
+    first_B = torch.arange(batch) * seq_length
+
+    def of_rank(rank: int) -> Tensor:
+        position = coordinates(rank, ctx.sizes.view("dense"))
+        positions_S = context_positions(seq_length, ctx.sizes.cp, position["cp"])
+        if config.parallel.sequence_parallel:
+            positions_S = positions_S.chunk(ctx.sizes.tp)[position["tp"]]
+        return ids_TK[(positions_S.unsqueeze(1) + first_B).flatten() % group]
+
+    return of_rank
+
+
+class _Given:
+    """What the planned dispatchers share: choices in place of the router's."""
+
+    def __init__(self, ids: IdsOfRank, num_experts: int, ctx: ParallelContext) -> None:
+        self.ids, self.rank = ids, ctx.rank
+        self.ctx, self.num_experts = ctx, num_experts
+
+    def routing(self, routing: Routing) -> Routing:
+        ids_TK = self.ids(self.rank)
+        copies_N = torch.arange(ids_TK.numel())
+        return Routing(copies_N // ids_TK.shape[1], ids_TK.flatten(), routing.weights_N[: ids_TK.numel()])
+
+    def peers(self) -> list[list[Tensor]]:
+        """[etp][ep] choices of the ranks that share these experts."""
+        ep, etp = self.ctx.ep, self.ctx.etp
+        offset = [rank - self.rank for rank in etp.ranks]
+        return [[self.ids(rank + shift) for rank in ep.ranks] for shift in offset]
+
+
+class PlannedLocal(LocalDispatcher):
+    """No communication; choices are given."""
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given.num_experts)
+        self.given = given
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        return super().dispatch(x_TD, self.given.routing(routing))
+
+
+class PlannedAllToAll(AllToAllDispatcher):
+    """Choices are given, and so are the counts that peers send."""
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given.num_experts, given.ctx)
+        self.given = given
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        return super().dispatch(x_TD, self.given.routing(routing))
+
+    def _exchange_counts(self, counts_E: Tensor) -> Tensor:
+        super()._exchange_counts(counts_E)
+        first = self.ctx.ep.rank * self.num_local
+        counts = [
+            [torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[first : first + self.num_local] for ids_TK in row]
+            for row in self.given.peers()
+        ]
+        return torch.stack([torch.stack(row) for row in counts])
+
+
+class PlannedAllGather(AllGatherDispatcher):
+    """Choices are given, and so is what is gathered of the peers' choices."""
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given.num_experts, given.ctx)
+        self.given = given
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        return super().dispatch(x_TD, self.given.routing(routing))
+
+    def _exchange_counts(self, x_TD: Tensor, routing: Routing) -> tuple[_Counts, _Counts]:
+        super()._exchange_counts(x_TD, routing)
+        peers = self.given.peers()
+        tokens = [[ids_TK.shape[0] for ids_TK in row] for row in peers]
+        return _Counts(tokens), _Counts([[ids_TK.numel() for ids_TK in row] for row in peers])
+
+    def _gather(self, rows: Tensor, counts: _Counts) -> Tensor:
+        gathered = super()._gather(rows, counts)
+        if rows.is_meta:
+            return gathered
+        flat = [ids_TK for row in self.given.peers() for ids_TK in row]
+        pairs = [torch.stack([torch.arange(ids.numel()) // ids.shape[1], ids.flatten()], 1) for ids in flat]
+        return torch.cat(pairs).to(rows.dtype)
+
+
+_PLANNED: dict[type[Any], Callable[[_Given], Dispatcher]] = {
+    LocalDispatcher: PlannedLocal,
+    AllToAllDispatcher: PlannedAllToAll,
+    AllGatherDispatcher: PlannedAllGather,
+}
+
+
+def give_choices(layer: MoELayer, config: Config, skew: float) -> None:
+    """Replace a layer's dispatcher by its planned one."""
+    num_experts = layer.config.num_experts
+    assert num_experts is not None
+    given = _Given(given_ids(config, layer.config, layer.ctx, skew), num_experts, layer.ctx)
+    layer.dispatcher = _PLANNED[type(layer.dispatcher)](given)
+
+
+def load_problems(config: Config) -> list[str]:
+    """What a dry run cannot know about a configuration's routing, in full sentences."""
+    problems = []
+    if config.moe.num_experts is not None and config.moe.moe_router == "expert_choice":
+        problems.append(
+            "--dry-run cannot plan --moe-router expert_choice, whose tokens have no fixed number of experts; "
+            "plan with --moe-router force_balanced."
+        )
+    return problems

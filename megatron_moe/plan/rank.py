@@ -1,0 +1,277 @@
+"""One rank of a layout, dry: its real machine on a device without data, its real step over a few micro-batches.
+
+    build_machine --> train_step of one micro-batch   --> traffic T1
+                      train_step of n micro-batches   --> traffic Tn    a step of m sends T1 + (m - 1)(Tn - T1)/(n - 1)
+                          each action: bytes it keeps, bytes it needs meanwhile, FLOPs
+                      the rank's list of all m micro-batches, replayed over these --> peak of the step
+
+A micro-batch costs what every other of its kind does, but for the last, which may begin the reduction of gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe.config.schema import Config
+from megatron_moe.data.batch import Batch
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.parallel.layout import MeshSizes
+from megatron_moe.pipeline.actions import Action, Kind, Schedule
+from megatron_moe.plan.loads import give_choices
+from megatron_moe.plan.tensors import WORK, Counted, dry_device
+from megatron_moe.training.build import Machine, build_machine
+from megatron_moe.training.step import train_step
+
+Traffic = dict[tuple[str, str], tuple[int, int]]
+"""(axis, collective) -> calls and bytes sent."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of what lives from step to step on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(machine: Machine) -> StateBytes:
+    """Counted on a machine between two steps, real or dry."""
+    buckets = [bucket for stage in machine.stages.values() for bucket in stage.reducer.buckets]
+    masters = [m for m, p in zip(machine.optimizer.masters, machine.pieces, strict=True) if m is not p.weight]
+    moments = [t for i in range(len(machine.pieces)) for n, t in machine.optimizer.tensors(i).items() if n != "master"]
+    return StateBytes(
+        parameters=_bytes(t for bucket in buckets for t in (bucket.weights, bucket.shard_weights)),
+        gradients=_bytes(t for bucket in buckets for t in (bucket.grads, bucket.shard_grads)),
+        optimizer=_bytes(masters) + _bytes(moments),
+    )
+
+
+def _bytes(tensors: Any) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class ActionCost(NamedTuple):
+    """What one action does to this rank.
+
+    Attributes:
+        kept: bytes alive after it over before.
+        most: the same at most meanwhile.
+        work: FLOPs and bytes by kind of operation (``tensors.WORK``).
+        sent: its traffic.
+    """
+
+    kept: int
+    most: int
+    work: dict[str, float]
+    sent: Traffic
+
+
+Costs = dict[tuple[Kind, int, str], ActionCost]
+
+
+def phase(microbatch: int, num_microbatches: int) -> str:
+    """The first micro-batch may find buffers empty, the last may begin to reduce; those between are all alike."""
+    return {num_microbatches - 1: "last", -1: "last", 0: "first"}.get(microbatch, "middle")
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a rank holds, sends and computes.
+
+    Attributes:
+        pp_rank: its place in the pipeline.
+        schedule: of the whole step, with all its micro-batches.
+        num_parameters: logical elements of this pipeline rank's stages, selection biases too, over all ranks that share them.
+        kept: bytes alive between two steps besides the state: statistics, buffers that a step leaves.
+        costs: by kind, number of the stage among those of the rank, and phase (:func:`phase`).
+        traffic: calls and bytes of the whole step.
+    """
+
+    pp_rank: int
+    schedule: Schedule
+    state: StateBytes
+    num_parameters: int
+    kept: int
+    costs: Costs
+    traffic: Traffic
+
+    @cached_property
+    def actions(self) -> list[tuple[Action, ActionCost]]:
+        """The rank's list, each action with its cost."""
+        stages, num = self.schedule.stages_of(self.pp_rank), self.schedule.num_microbatches
+        return [
+            (a, self.costs[a.kind, stages.index(a.stage), phase(a.microbatch, num)])
+            for a in self.schedule.actions(self.pp_rank)
+        ]
+
+    @cached_property
+    def peak_activations(self) -> int:
+        """The most bytes alive, over what lives from step to step, while the rank does its list."""
+        live = peak = self.kept
+        for _, cost in self.actions:
+            peak = max(peak, live + cost.most)
+            live += cost.kept
+        return peak
+
+    @property
+    def work(self) -> dict[str, float]:
+        """What this rank computes in the step, recomputation included, by kind of operation."""
+        return {name: sum(cost.work[name] for _, cost in self.actions) for name in WORK}
+
+
+class _Probe(Machine):
+    """The machine, whose schedules are those of the whole step with some micro-batches alone."""
+
+    chosen: tuple[int, ...] = ()
+
+    def schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
+        whole = super().schedule(steps_of(self.config, self.ctx.sizes), training=training)
+        return with_microbatches(whole, self.chosen)
+
+
+def steps_of(config: Config, sizes: MeshSizes) -> int:
+    """Micro-batches of a step."""
+    per_microbatch = config.training.micro_batch_size * sizes.dp
+    return (config.training.global_batch_size or per_microbatch) // per_microbatch
+
+
+def kinds_of_microbatches(schedule: Schedule, pp_rank: int) -> tuple[int, ...]:
+    """The first micro-batch, the last, and one of each kind between (a schedule may split some backward passes)."""
+    kinds: dict[int, set[tuple[Kind, int]]] = {}
+    for action in schedule.actions(pp_rank):
+        if action.microbatch >= 0:
+            kinds.setdefault(action.microbatch, set()).add((action.kind, action.stage))
+    last = schedule.num_microbatches - 1
+    between = {frozenset(kinds[i]): i for i in reversed(range(1, last))}
+    return tuple(sorted({0, *between.values(), last}))
+
+
+def with_microbatches(schedule: Schedule, chosen: tuple[int, ...]) -> Schedule:
+    """The part of a schedule that concerns some micro-batches, renumbered."""
+    numbers = {-1: -1, **{microbatch: i for i, microbatch in enumerate(chosen)}}
+
+    def part(rank: int) -> tuple[Action, ...]:
+        return tuple(
+            replace(a, microbatch=numbers[a.microbatch]) for a in schedule.actions(rank) if a.microbatch in numbers
+        )
+
+    ranks = tuple(part(rank) for rank in range(schedule.num_ranks))
+    return replace(schedule, num_microbatches=len(chosen), ranks=ranks)
+
+
+def trace_rank(config: Config, world_size: int, rank: int, skew: float = 1.0) -> RankTrace:
+    """Build and run one rank of a layout, dry.
+
+    Args:
+        config: checked and normalised for the world; with a vocabulary size.
+        skew: load of expert 0 over the mean.
+    """
+    sizes = MeshSizes.of(config.parallel, world_size)
+    with _fake_world(world_size, rank), dry_device() as counted:
+        ctx = ParallelContext.create(sizes, rank=rank, device="meta")
+        built = build_machine(config, ctx)
+        machine = _Probe(**vars(built))
+        machine.optimizer.step = lambda learning_rate: None  # in place and without communication: nothing to count
+        for stage in machine.stages.values():
+            for module in stage.module.modules():
+                if isinstance(module, MoELayer):
+                    give_choices(module, config, skew)
+        state, begin = state_bytes(machine), counted.live.now
+        num_parameters = sum(prod(parameter.spec.shape) for parameter in machine.parameters.values())
+        num_parameters += sum(gate.bias_E.numel() for gate in machine.gates.values() if gate.bias_E is not None)
+        schedule = built.schedule(steps_of(config, sizes), training=True)
+        machine.chosen = (schedule.num_microbatches - 1,)
+        once, costs = _step(machine, counted)
+        several, kept = once, counted.live.now - begin
+        machine.chosen = kinds_of_microbatches(schedule, ctx.pp.rank)
+        if len(machine.chosen) > 1:
+            several, costs = _step(machine, counted)
+    traffic = _extrapolated(once, several, len(machine.chosen), schedule.num_microbatches)
+    return RankTrace(ctx.pp.rank, schedule, state, num_parameters, kept, costs, traffic)
+
+
+def _extrapolated(once: Traffic, several: Traffic, num: int, wanted: int) -> Traffic:
+    """Traffic of so many micro-batches from that of one and of several: each adds the same."""
+    found: Traffic = {}
+    for key in once | several:
+        one, more = once.get(key, (0, 0)), several.get(key, (0, 0))
+        calls, sent = (a + (wanted - 1) * (b - a) // max(num - 1, 1) for a, b in zip(one, more, strict=True))
+        found[key] = (calls, sent)
+    return found
+
+
+def _step(machine: _Probe, counted: Counted) -> tuple[Traffic, Costs]:
+    """One step of the chosen micro-batches: its traffic, and the costs of its actions."""
+    num = len(machine.chosen)
+    costs: Costs = {}
+    runtime, plain, stages = machine.runtime, dict(machine.runtime._do), list(machine.stages)
+
+    def measured(do: Callable[..., None]) -> Callable[..., None]:
+        def run(action: Action, *others: Any) -> None:
+            before, work, sent = counted.live.begin(), dict(counted.work), _sent(machine)
+            do(action, *others)
+            kept, most = counted.live.now - before, counted.live.peak - before
+            spent = {name: counted.work[name] - work[name] for name in WORK}
+            now = _sent(machine)
+            delta = {k: (now[k][0] - c, now[k][1] - b) for k in now for c, b in [sent.get(k, (0, 0))] if now[k][0] > c}
+            key = (action.kind, stages.index(action.stage), phase(action.microbatch, num))
+            costs[key] = ActionCost(kept, most, spent, delta)
+
+        return run
+
+    machine.ctx.traffic.clear()
+    runtime._do = {kind: measured(do) for kind, do in plain.items()}
+    try:
+        train_step(machine, [_batch(machine, i) for i in range(num)], 1, 0.0)
+    finally:
+        runtime._do = plain
+    return _sent(machine), costs
+
+
+def _sent(machine: Machine) -> Traffic:
+    traffic = machine.ctx.traffic
+    return {key: (calls, traffic.sent_bytes[key]) for key, calls in traffic.calls.items()}
+
+
+def _batch(machine: Machine, microbatch: int) -> Batch:
+    """A micro-batch of one document without padding; on the host, so real."""
+    batch, length = machine.config.training.micro_batch_size, machine.config.data.seq_length
+    zeros = torch.zeros(batch, length, dtype=torch.int64)
+    return Batch(
+        tokens=zeros,
+        labels=zeros,
+        loss_mask=torch.ones(batch, length, dtype=torch.bool),
+        position_ids=torch.arange(length).expand(batch, -1),
+        document_ids=zeros,
+        padding_mask=torch.zeros(batch, length, dtype=torch.bool),
+        sample_ids=torch.arange(batch) + microbatch * batch,
+    )
+
+
+@contextmanager
+def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """A process group whose collectives do nothing, of any size, in this process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a dry run is a process by itself"
+    if "meta" not in dist.Backend.backend_capability["fake"]:
+        dist.Backend.backend_capability["fake"].append("meta")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
