@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> str:
         pieces = upcycled_pieces(weights, config, tensors, how)
         write_weights(unfinished, 0, tensors, pieces, {"consumed_samples": 0, "optimizer_steps": 0}, text)
     begins = "the dense model's function, exactly" if how.preserves_function else "a function near the dense model's"
-    return f"{config.moe.num_experts} experts of width {config.moe.moe_ffn_hidden_size} -> {args.out}; it begins with {begins}"
+    experts = f"{config.moe.num_experts} experts of width {config.moe.moe_ffn_hidden_size}"
+    return f"{experts} -> {args.out}; it begins with {begins}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,13 @@
 """Upcycling: a dense model becomes a mixture of experts that begins with the same function.
 
-Sparse upcycling (arXiv:2212.05055) copies each feed-forward into all experts. Granular upcycling (arXiv:2410.07524) also cuts it
-into G shards along its width; expert = copy * G + shard, and the shards of a copy share one row of the router:
+Sparse upcycling (arXiv:2212.05055) copies each feed-forward into all experts. Granular upcycling (2410.07524) also
+cuts it into G shards along its width; expert = copy * G + shard, and the shards of a copy share one row of the router:
 
     dense F: [ shard 0 | shard 1 ]   ->   experts  0: copy 0, shard 0    1: copy 0, shard 1    2: copy 1, shard 0    ...
     router:  one random row a copy   ->   rows     r_0                   r_0                   r_1                   ...
 
-The best G scores of a token are then those of one copy, whole. With weights from a softmax over the chosen experts (they sum to
-1), K a multiple of G, and the second matrix times G, the function is preserved exactly.
+The best G scores of a token are then those of one copy, whole. With weights from a softmax over the chosen ones, which
+sum to 1, K a multiple of G, and the second matrix times G, the function is preserved exactly.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ class Upcycling:
         granularity: shards of a copy (G); experts are E G.
         topk: experts per token (T).
         pre_softmax: weights from a softmax over all experts; else over the chosen ones.
-        scaling: exact: the second matrix times G; paper: both matrices, so that the expected output is that of the dense
-            layer; none.
+        scaling: exact: the second matrix times G; paper: both matrices, so that the expected output is that of the
+            dense layer; none.
         layers: which layers become MoE.
         router_std: of the router's rows.
     """
@@ -61,8 +61,8 @@ class Upcycling:
 def paper_scale(expansion: int, granularity: int, topk: int, *, pre_softmax: bool, gated: bool) -> float:
     """Factor of each matrix, arXiv:2410.07524 section 3.3 and its code: a cube root where the layer is of third order.
 
-    A softmax over all E G experts gives each of T chosen ones about 1 / (E G) of the output of one of G shards: the output
-    shrinks to T / (E G^2). Over the chosen ones alone it shrinks to 1 / G.
+    A softmax over all E G experts gives each of T chosen ones about 1 / (E G) of the output of one of G shards: the
+    output shrinks to T / (E G^2). Over the chosen ones alone it shrinks to 1 / G.
     """
     shrinkage = expansion * granularity**2 / topk if pre_softmax else float(granularity)
     return shrinkage ** (1 / 3 if gated else 1 / 2)
@@ -77,7 +77,7 @@ def moe_config(config: Config, how: Upcycling) -> Config:
     """The configuration of the mixture.
 
     Raises:
-        ConversionError: the model is not dense, has biases, or its width cannot be cut so; or the scaling does not hold.
+        ConversionError: the model is not dense, has biases, or a width that cannot be cut; the promise cannot hold.
     """
     model = config.model
     if config.moe.num_experts is not None:
@@ -93,8 +93,8 @@ def moe_config(config: Config, how: Upcycling) -> Config:
         )
     if how.scaling == "exact" and not how.preserves_function:
         raise ConversionError(
-            f"--scaling exact preserves the function only without --pre-softmax and with --topk {how.topk} a multiple of "
-            f"--granularity {how.granularity}; give --scaling paper or none."
+            f"--scaling exact preserves the function only without --pre-softmax and with --topk {how.topk} a multiple "
+            f"of --granularity {how.granularity}; give --scaling paper or none."
         )
     moe = replace(
         config.moe,

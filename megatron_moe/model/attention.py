@@ -68,6 +68,7 @@ class Attention(CoreAttention):
         if self.rotary is not None:
             tables = self.rotary.tables(tokens.context(tokens.positions_SB), x_SBD.dtype)
             q_SBHC, k_SBGC = self.rotary.rotate(q_SBHC, tables), self.rotary.rotate(k_SBGC, tables)
+        k_SBGC, v_SBGC = self.remembered(k_SBGC, v_SBGC)
         return self.attend(q_SBHC, k_SBGC, v_SBGC, tokens)
 
     def _normalised(self, x_SBD: Tensor) -> tuple[Tensor, Tensor]:

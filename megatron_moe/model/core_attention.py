@@ -11,6 +11,7 @@ A query always sees its own key.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,14 @@ from megatron_moe.parallel.linear import RowParallelLinear
 from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
 from megatron_moe.parallel.tokens import TokenBatch, context_chunks
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+
+
+class Cache(Protocol):
+    """Something that keeps rows of earlier tokens (``model/cache.py``)."""
+
+    def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Add rows; returns all."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +88,17 @@ class CoreAttention(nn.Module):
             initial=Initial("normal", settings.output_std),
             queue=settings.queue,
         )
+        self.cache: Cache | None = None
         self.sinks: Tensor | None = None
         if config.softmax_type == "learnable":
             spec = ShardSpec((heads,), shards=(("tp", 0),), initial=Initial("constant", 0.0), decay=False)
             self.sinks = empty_parameter(spec, ctx, dtype)
         elif config.softmax_type == "off-by-one":
             self.sinks = torch.zeros(heads // ctx.tp.size, dtype=dtype, device=ctx.device)
+
+    def remembered(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """What keys and values are made of, with that of the tokens before in generation: [S, ...] of each."""
+        return new if self.cache is None else self.cache.extend(*new)
 
     def attend(self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, tokens: TokenBatch) -> Tensor:
         """Queries, keys and values of this rank's heads and context -> rows of the residual stream [S', B, D]."""

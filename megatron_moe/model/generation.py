@@ -1,12 +1,25 @@
-"""Text from a model: one token at a time, each by a full forward pass over all that came before."""
+"""Text from a model, in one process: one token at a time, after what came before.
 
-from collections.abc import Iterator
+    prompts   [3 1 4] [2 7]   ->   [3 1 4] [_ 2 7]   padded on the left; padding is another document, which no one sees
+    step 1    the whole prompts, whose keys and values stay in caches; then one token a step
+
+A model whose routing looks at whole groups of tokens (capacity, expert choice) is run anew over all tokens at each
+step, prompt by prompt: what it decides for a token depends on its neighbours. So is one whose text outgrows its
+context.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.model.cache import caching, without_caches
 from megatron_moe.model.decoder import Decoder
+from megatron_moe.moe.capacity import needs_whole_groups
+from megatron_moe.moe.gate import Gate
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
 
@@ -32,34 +45,48 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(ids_V[torch.multinomial(probabilities_V * keep_V, 1, generator=generator)])
 
 
-def whole_batch(ids_SB: Tensor, ctx: ParallelContext) -> TokenBatch:
-    """Tokens [S, B] to be looked at by one process, not trained on."""
+def whole_batch(ids_SB: Tensor, ctx: ParallelContext, *, start: int = 0, padding_B: Tensor | None = None) -> TokenBatch:
+    """Tokens [S, B] to be looked at by one process, not trained on.
+
+    Args:
+        start: place of the first one; the caches hold those before.
+        padding_B: how many places of each sequence are padding, on the left.
+    """
     seq_length, batch = ids_SB.shape
+    places_S1 = torch.arange(start + seq_length, device=ctx.device).unsqueeze(1)
+    positions_SB, documents_SB, padding_SB = places_S1.expand(-1, batch), None, None
+    if padding_B is not None:
+        padding_SB = places_S1 < padding_B
+        documents_SB = -padding_SB.long()
+        positions_SB = (places_S1 - padding_B).clamp(min=0)
+        padding_SB = padding_SB[start:]
     return TokenBatch(
         ids_SB=ids_SB,
         labels_SB=ids_SB,
         loss_mask_SB=torch.zeros_like(ids_SB, dtype=torch.bool),
-        positions_SB=torch.arange(seq_length, device=ctx.device).unsqueeze(1).expand(-1, batch),
-        documents_SB=None,
-        padding_SB=None,
-        sample_ids_B=torch.zeros(batch, dtype=torch.int64, device=ctx.device),
+        positions_SB=positions_SB[start:],
+        documents_SB=documents_SB,
+        padding_SB=padding_SB,
+        sample_ids_B=torch.arange(batch, device=ctx.device),
         microbatch=0,
         layout=SequenceLayout(seq_length, ctx, sequence_parallel=False),
-        step=StepInfo(seed=0, iteration=0, training=False, num_loss_tokens=1.0, num_routed_tokens=float(ids_SB.numel())),
+        step=StepInfo(
+            seed=0, iteration=0, training=False, num_loss_tokens=1.0, num_routed_tokens=float(ids_SB.numel())
+        ),
     )
 
 
 @torch.no_grad()
-def continuation_logits(model: Decoder, ids: list[int], ctx: ParallelContext) -> Tensor:
-    """[V] logits of the token after ``ids``, in one process."""
-    assert ctx.world.size == 1 and model.output is not None
-    x_SBD = model.hidden(None, whole_batch(torch.tensor(ids, device=ctx.device).unsqueeze(1), ctx))
-    return model.output(x_SBD[-1:])[0, 0, : model.output.spec.shape[0]]
+def next_logits(model: Decoder, tokens: TokenBatch) -> Tensor:
+    """[B, V] logits of the tokens that follow."""
+    assert model.ctx.world.size == 1 and model.output is not None
+    x_SBD = model.hidden(None, tokens)
+    return model.output(x_SBD[-1:])[0, :, : model.output.spec.shape[0]]
 
 
 def generate(
     model: Decoder,
-    prompt: list[int],
+    prompts: Sequence[Sequence[int]],
     ctx: ParallelContext,
     *,
     max_new_tokens: int,
@@ -67,17 +94,88 @@ def generate(
     eod_id: int | None,
     sampling: Sampling,
     seed: int,
-) -> Iterator[int]:
-    """Tokens after the prompt, until the end of the document or ``max_new_tokens``.
+    use_cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """The next token of each prompt, step by step; None for one whose document has ended. Stops when all have.
+
+    What a prompt gets depends neither on the others nor on the cache. Prompt i draws with the seed ``seed + i``.
 
     Args:
         context_length: the model sees the last so many tokens: what it was trained on.
+        use_cache: keep keys and values; else run over all tokens at each step.
     """
     model.eval()
-    ids, generator = list(prompt), torch.Generator().manual_seed(seed)
-    for _ in range(max_new_tokens):
-        logits_V = continuation_logits(model, ids[-context_length:], ctx)
-        ids.append(next_token(logits_V.cpu(), sampling, generator))
-        if ids[-1] == eod_id:
-            return
-        yield ids[-1]
+    texts = [list(prompt) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(texts))]
+    step = _Stepper(model, ctx, context_length, use_cache and not looks_at_groups(model))
+    ended = [False] * len(texts)
+    with step.caches():
+        for _ in range(max_new_tokens):
+            chosen: list[int | None] = []
+            for i, logits_V in enumerate(step.logits(texts).cpu()):
+                token = None if ended[i] else next_token(logits_V, sampling, generators[i])
+                texts[i].append(texts[i][-1] if token is None else token)
+                ended[i] = ended[i] or token == eod_id
+                chosen.append(None if ended[i] else token)
+            if all(ended):
+                return
+            yield chosen
+
+
+def looks_at_groups(model: Decoder) -> bool:
+    """Whether the routing of a token depends on later or neighbouring tokens."""
+    gates = (module for module in model.modules() if isinstance(module, Gate))
+    return any(needs_whole_groups(gate.router, gate.config, False) for gate in gates)
+
+
+class _Stepper:
+    """Logits after texts that grow by one token a step."""
+
+    def __init__(self, model: Decoder, ctx: ParallelContext, context_length: int, use_cache: bool) -> None:
+        self.model, self.ctx, self.context_length, self.use_cache = model, ctx, context_length, use_cache
+        self.alone = looks_at_groups(model)
+        self.num_seen = 0
+
+    def caches(self) -> AbstractContextManager[None]:
+        """Around all steps."""
+        return caching(self.model) if self.use_cache else nullcontext()
+
+    def logits(self, texts: list[list[int]]) -> Tensor:
+        """[B, V]."""
+        longest = max(map(len, texts))
+        if self.use_cache and longest <= self.context_length:
+            ids_SB, padding_B = self._padded(texts)
+            tokens = whole_batch(ids_SB[self.num_seen :], self.ctx, start=self.num_seen, padding_B=padding_B)
+            self.num_seen = longest
+            return next_logits(self.model, tokens)
+        with without_caches(self.model):
+            if not self.alone:
+                ids_SB, padding_B = self._padded([text[-self.context_length :] for text in texts])
+                return next_logits(self.model, whole_batch(ids_SB, self.ctx, padding_B=padding_B))
+            alone = [self._padded([text[-self.context_length :]])[0] for text in texts]
+            return torch.cat([next_logits(self.model, whole_batch(ids_S1, self.ctx)) for ids_S1 in alone])
+
+    def _padded(self, texts: list[list[int]]) -> tuple[Tensor, Tensor | None]:
+        """Ids [S, B], padded on the left with any id, and how many of each are padding (None: none at all)."""
+        longest = max(map(len, texts))
+        missing = [longest - len(text) for text in texts]
+        ids_BS = torch.tensor([[0] * n + text for n, text in zip(missing, texts, strict=True)], device=self.ctx.device)
+        return ids_BS.T, torch.tensor(missing, device=self.ctx.device) if any(missing) else None
+
+
+@torch.no_grad()
+def text_loss(model: Decoder, ids: Sequence[int], ctx: ParallelContext, context_length: int) -> tuple[float, int]:
+    """Sum of the losses of all tokens but the first, in nats, and their number.
+
+    The text is read in stretches of the context's length; each token is predicted from those before it in its stretch.
+    """
+    assert model.output is not None
+    model.eval()
+    total, count, vocab_size = 0.0, 0, model.output.spec.shape[0]
+    for start in range(0, len(ids) - 1, context_length):
+        stretch = torch.tensor(ids[start : start + context_length + 1], device=ctx.device)
+        x_SBD = model.hidden(None, whole_batch(stretch[:-1].unsqueeze(1), ctx))
+        logits_SV = model.output(x_SBD)[:, 0, :vocab_size]
+        total += float(F.cross_entropy(logits_SV.float(), stretch[1:], reduction="sum"))
+        count += len(stretch) - 1
+    return total, count

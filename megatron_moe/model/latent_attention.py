@@ -79,6 +79,7 @@ class LatentAttention(CoreAttention):
         if self.rotary is not None:
             tables = self.rotary.tables(tokens.context(tokens.positions_SB), x_SBD.dtype)
             q_SBHR, k_SB1R = self.rotary.rotate(q_SBHR, tables), self.rotary.rotate(k_SB1R, tables)
+        latent_SBL, k_SB1R = self.remembered(latent_SBL, k_SB1R)
         kv_SBHC = self.kv_up(latent_SBL).unflatten(-1, (-1, self.key_channels + self.value_channels))
         k_SBHN, v_SBHO = kv_SBHC.split([self.key_channels, self.value_channels], -1)
         k_SBHR = k_SB1R.expand(-1, -1, k_SBHN.shape[2], -1)

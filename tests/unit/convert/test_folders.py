@@ -56,11 +56,6 @@ def rewritten(folder: Path, change) -> Path:
     return folder
 
 
-def names_in(folder: Path) -> set[str]:
-    """Names of the tensors in a folder of one file."""
-    return set(load_file(folder / "model.safetensors"))
-
-
 def imported(folder: Path, out: Path, **options: object) -> Path:
     return import_folder(prepare_import(folder, logical_tensors, **options), out)  # type: ignore[arg-type]
 
@@ -296,6 +291,12 @@ def test_training_and_text_go_on_from_an_import(tmp_path: Path, capsys):
         model = loud_model("qwen3_moe", vocab_size=300)
     imported(save(model.float(), tmp_path / "theirs"), tmp_path / "ours")
     assert generate.main(["--load", str(tmp_path / "ours"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+    capsys.readouterr()
+    assert generate.main(["--load", str(tmp_path / "ours"), "--prompt", "ab", "c", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("--- 1\nab")
+    (tmp_path / "text").write_text("The sea, the sea")
+    assert generate.main(["--load", str(tmp_path / "ours"), "--perplexity", str(tmp_path / "text")]) == 0
+    assert "tokens 16" in capsys.readouterr().out
     flags = (
         f"--config {tmp_path}/ours/config.yaml --load {tmp_path}/ours --save {tmp_path}/tuned --finetune --mock-data "
     )

@@ -37,9 +37,8 @@ def test_scale(case):
 class Dense:
     """One layer's feed-forward."""
 
-    tensors: dict[str, Described] = {}
-
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        self.tensors: dict[str, Described] = {}
         self.fc1, self.fc2 = torch.stack([gate, up]), down
 
     def read(self, name: str, row: int | None = None) -> torch.Tensor:
@@ -93,7 +92,7 @@ def test_from_a_checkpoint_and_without_the_promise(tmp_path: Path, capsys):
         made = prepare_import(save(reference, tmp_path / "dense"), logical_tensors)
     import_folder(made, tmp_path / "ours")
     assert main([str(tmp_path / "ours"), str(tmp_path / "same"), "--expansion", "2"]) == 0
-    flags = ["--expansion", "2", "--pre-softmax", "--topk", "2"]
+    flags = ["--expansion", "3", "--pre-softmax", "--topk", "2"]
     assert main([str(tmp_path / "ours"), str(tmp_path / "other"), *flags]) == 0
     assert "near" in capsys.readouterr().out
     for name, same in (("same", True), ("other", False)):
@@ -108,7 +107,7 @@ def test_from_a_checkpoint_and_without_the_promise(tmp_path: Path, capsys):
     ("change", "message"),
     [
         ({"granularity": 3, "topk": 3}, "does not divide the width 20"),
-        ({"granularity": 2, "topk": 3}, "multiple of --granularity 2"),
+        ({"granularity": 2, "topk": 3}, "of --granularity 2"),
         ({"topk": 5}, "not between 1 and the 4 experts"),
         ({"pre_softmax": True}, "--scaling paper or none"),
     ],

@@ -1,12 +1,15 @@
 """Sampling: greedy is an argmax loop, cuts cut where they should, text ends where it ends."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import Config, DataConfig, ModelConfig, MoEConfig, TrainingConfig
 from megatron_moe.model.decoder import Decoder
-from megatron_moe.model.generation import Sampling, continuation_logits, generate, next_token
+from megatron_moe.model.generation import Sampling, generate, next_logits, next_token, text_loss, whole_batch
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.building import token_batch
 
@@ -14,21 +17,24 @@ V = 13
 LOGITS_V = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15]))
 
 
+CONFIG = Config(
+    model=ModelConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=V, ffn_hidden_size=8, init_method_std=0.5
+    ),
+    moe=MoEConfig(num_experts=4),
+    data=DataConfig(seq_length=16),
+    training=TrainingConfig(params_dtype="float64"),
+)
+
+
 def model(**moe: object) -> Decoder:
-    config = Config(
-        model=ModelConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=V, ffn_hidden_size=8, init_method_std=0.5
-        ),
-        moe=MoEConfig(num_experts=4, **moe),  # type: ignore[arg-type]
-        data=DataConfig(seq_length=16),
-        training=TrainingConfig(params_dtype="float64"),
-    )
-    return Decoder(config, ParallelContext.single())
+    return Decoder(replace(CONFIG, moe=replace(CONFIG.moe, **moe)), ParallelContext.single())  # type: ignore[arg-type]
 
 
 def run(made: Decoder, prompt: list[int], sampling: Sampling, **changes: object) -> list[int]:
     settings = {"max_new_tokens": 8, "context_length": 16, "eod_id": None, "seed": 1} | changes
-    return list(generate(made, prompt, ParallelContext.single(), sampling=sampling, **settings))  # type: ignore[arg-type]
+    steps = generate(made, [prompt], ParallelContext.single(), sampling=sampling, **settings)  # type: ignore[arg-type]
+    return [token for (token,) in steps if token is not None]
 
 
 def draws(logits_V: Tensor, sampling: Sampling, num: int = 400) -> list[int]:
@@ -43,7 +49,8 @@ def test_greedy_is_an_argmax_loop():
         assert made.output is not None
         with torch.no_grad():
             logits_V = made.output(made.hidden(None, tokens))[-1, 0, :V]
-        torch.testing.assert_close(continuation_logits(made, ids, ParallelContext.single()), logits_V)
+        batch = whole_batch(torch.tensor(ids).unsqueeze(1), ParallelContext.single())
+        torch.testing.assert_close(next_logits(made, batch)[0], logits_V)
         ids.append(int(logits_V.argmax()))
     assert run(made, [3, 1, 4], Sampling(temperature=0)) == ids[3:]
 
@@ -102,3 +109,78 @@ def test_probabilities_and_temperature():
 def test_prompts_of_any_length_whatever_the_group(moe):
     """A model trained with groups of N tokens generates from prompts that N does not divide."""
     assert len(run(model(**moe), [3, 1, 4], Sampling(0), max_new_tokens=3)) == 3
+
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1]]
+KINDS = {
+    "grouped": {"num_query_groups": 1},
+    "window and sinks": {"window_size": (2, 0), "softmax_type": "learnable", "add_bias_linear": True},
+    "latent": {
+        "multi_latent_attention": True, "kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 3,
+        "qk_layernorm": True,
+    },
+    "projection norm": {"qk_layernorm": True, "qk_layernorm_scope": "projection", "rotary_interleaved": True},
+}  # fmt: skip
+
+
+def of_kind(kind: str) -> Decoder:
+    changed = replace(CONFIG.model, **KINDS[kind])  # type: ignore[arg-type]
+    return Decoder(replace(CONFIG, model=changed), ParallelContext.single())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_change_nothing(kind):
+    """Step by step the logits of a batch with caches are those of each prompt alone, run anew."""
+    made, ctx = of_kind(kind), ParallelContext.single()
+    seen: list[Tensor] = []
+
+    def noted(logits_V: Tensor, *rest: object) -> int:
+        seen.append(logits_V)
+        return int(logits_V.argmax())
+
+    settings = {"max_new_tokens": 6, "context_length": 12, "eod_id": None, "sampling": Sampling(0), "seed": 1}
+    with mock.patch("megatron_moe.model.generation.next_token", noted):
+        together = list(generate(made, PROMPTS, ctx, **settings))  # type: ignore[arg-type]
+        in_batch = torch.stack(seen).unflatten(0, (6, 3))
+        for i, prompt in enumerate(PROMPTS):
+            seen.clear()
+            alone = list(generate(made, [prompt], ctx, use_cache=False, **settings))  # type: ignore[arg-type]
+            torch.testing.assert_close(torch.stack(seen), in_batch[:, i], rtol=1e-10, atol=1e-10)
+            assert [step[0] for step in alone] == [step[i] for step in together]
+
+
+def test_a_cache_is_used_and_left_behind():
+    made = model()
+    lengths: list[int] = []
+    made.layers["0"].register_forward_pre_hook(lambda module, args: lengths.append(len(args[0])))
+    run(made, [1, 2, 3], Sampling(0), max_new_tokens=4)
+    assert lengths == [3, 1, 1, 1]
+    lengths.clear()
+    run(made, [1, 2, 3], Sampling(0), max_new_tokens=4, context_length=4)
+    assert lengths == [3, 1, 4, 4]  # beyond its context the text begins elsewhere, so all is computed anew
+    lengths.clear()
+    run(model(moe_expert_capacity_factor=1.0), [1, 2, 3], Sampling(0))
+    assert all(layer.attention.cache is None for layer in made.layers.values())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("moe", [{}, {"moe_expert_capacity_factor": 1.0, "moe_group_size": "4"}], ids=str)
+def test_a_prompt_gets_the_same_alone_and_in_company(moe):
+    made, sampling = model(**moe), Sampling(1.0)
+    ctx, common = ParallelContext.single(), {"max_new_tokens": 5, "context_length": 16, "eod_id": 2}
+    together = list(generate(made, PROMPTS, ctx, sampling=sampling, seed=10, **common))  # type: ignore[arg-type]
+    for i, prompt in enumerate(PROMPTS):
+        steps = generate(made, [prompt], ctx, sampling=sampling, seed=10 + i, **common)  # type: ignore[arg-type]
+        alone = [step[0] for step in steps]
+        assert [step[i] for step in together if step[i] is not None] == alone
+
+
+def test_loss_of_a_text():
+    made, ctx = model(), ParallelContext.single()
+    ids = [3, 1, 4, 1, 5, 9, 2]
+    total, count = text_loss(made, ids, ctx, context_length=4)
+    expected = 0.0
+    for start, stop in ((0, 4), (4, 6)):
+        for i in range(start, stop):
+            logits_V = next_logits(made, whole_batch(torch.tensor(ids[start : i + 1]).unsqueeze(1), ctx))[0]
+            expected -= float(torch.log_softmax(logits_V.float(), 0)[ids[i + 1]])
+    assert count == 6 and total == pytest.approx(expected, rel=1e-6)

@@ -18,8 +18,8 @@ from pretrain_moe import configuration
 ROOT = Path(__file__).parents[3]
 PRESETS = sorted((ROOT / "configs/models").glob("*.yaml"))
 
-# Totals to the last parameter: formulas of each layer added up by hand; DeepSeek-V3's without the 58 x 256 biases of the
-# choice, which are no parameters here. Billions: as published; the active ones without the input embedding, or with it.
+# Totals to the last parameter: formulas of each layer added up by hand; DeepSeek-V3's without the 58 x 256 biases of
+# the choice, which are no parameters here. Billions: as published; active ones with or without the input embedding.
 TOTALS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -87,28 +87,9 @@ def test_prediction_modules_and_tied_embeddings(tied: bool):
 
 
 def test_tensors_are_those_of_a_model():
-    config = configuration(
-        [
-            "--mock-data",
-            "--vocab-size",
-            "61",
-            "--num-layers",
-            "3",
-            "--hidden-size",
-            "16",
-            "--num-attention-heads",
-            "2",
-            "--num-experts",
-            "4",
-            "--train-iters",
-            "1",
-            "--moe-router-enable-expert-bias",
-            "--moe-router-score-function",
-            "sigmoid",
-            "--mtp-num-layers",
-            "1",
-        ]
-    ).config
+    flags = "--mock-data --vocab-size 61 --num-layers 3 --hidden-size 16 --num-attention-heads 2 --num-experts 4 "
+    flags += "--train-iters 1 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --mtp-num-layers 1"
+    config = configuration(flags.split(" ")).config
     model = Decoder(config, ParallelContext.single())
     expected = {name: (p.spec.shape, p.dtype) for name, p in sharded_parameters(model).items()}
     expected |= {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
