@@ -9,7 +9,7 @@ Every run starts from the same weights, in which all tokens go to expert 0 of ev
 
 Without balancing nothing brings the other experts back: they get no token, so no gradient makes them better. Prints a
 table in Markdown and draws the load of the busiest expert over the steps. Load is that of the busiest expert over
-the mean, of the last ten steps together, in the worst layer.
+the mean, of the last ten steps together, in the worst layer; at the end: the mean over the last 50 steps.
 """
 
 import argparse
@@ -158,8 +158,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
     ]
     for name, outcome in outcomes.items():
         shown, reached = name + " (devices)" * (name in BY_DEVICE), outcome.steps_until_balanced() or "never"
-        single, last = outcome.imbalance(1), outcome.imbalance(WINDOW)[-1]
-        ends = f"{last:.2f} | {_mean(single[-WINDOW:]):.2f} | {_mean(outcome.losses[-WINDOW:]):.3f}"
+        single, last = outcome.imbalance(1), _mean(outcome.imbalance(WINDOW)[-5 * WINDOW :])
+        ends = f"{last:.2f} | {_mean(single[-5 * WINDOW :]):.2f} | {_mean(outcome.losses[-5 * WINDOW :]):.3f}"
         lines.append(f"| {shown} | {single[0]:.2f} | {reached} | {ends} |")
     return "\n".join(lines)
 
@@ -175,6 +175,7 @@ def draw(outcomes: dict[str, Outcome], path: Path) -> None:
     left.axhline(BALANCED, color="grey", linestyle=":", linewidth=1)
     left.set(title=f"busiest over mean load of {WINDOW} steps", xlabel="step", yscale="log")
     left.set_yticks([1, 1.3, 2, 4, 8], ["1", "1.3", "2", "4", "8"])
+    left.minorticks_off()
     right.set(title=f"loss, mean of {WINDOW} steps", xlabel="step")
     right.legend(frameon=False, fontsize=8, ncols=2)
     for axes in (left, right):

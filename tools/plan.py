@@ -2,8 +2,8 @@
 
 python tools/plan.py show --config configs/models/mixtral-8x7b.yaml --config configs/parallel/mixtral-8x7b-64.yaml \\
     --world-size 64 --cluster configs/clusters/h100-sxm.yaml --png plan.png
-python tools/plan.py search --model configs/models/mixtral-8x7b.yaml --cluster configs/clusters/h100-sxm.yaml --gpus 64 \\
-    --output found.yaml
+python tools/plan.py search --model configs/models/mixtral-8x7b.yaml --gpus 64 \\
+    --cluster configs/clusters/h100-sxm.yaml --output found.yaml
 
 Other flags are those of pretrain_moe.py and override the files.
 """

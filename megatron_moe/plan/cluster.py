@@ -1,4 +1,4 @@
-"""A cluster in numbers: rates of a device, of the link inside a node and of the network, and how much of them is reached."""
+"""A cluster in numbers: rates of a device, of its links to node and network, and how much of them is reached."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

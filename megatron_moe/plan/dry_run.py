@@ -4,7 +4,7 @@
     traced           0      1                         15        a kind: the same parts of the model at the same place
     the rest                     1    1    1    1
 
-Inside a pipeline rank all ranks hold and send the same, but for the load of experts: the one that is traced holds expert 0.
+Inside a pipeline rank all ranks hold and send the same, but for the load of experts: the traced one holds expert 0.
 """
 
 from collections.abc import Callable
@@ -68,6 +68,11 @@ class Plan:
             "optimizer": state.optimizer,
             "activations": rank.peak_activations,
         }
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Sent by the traced ranks, one of each pipeline rank, in a step."""
+        return sum(sent for rank in self.ranks for _, sent in rank.traffic.values())
 
     def members(self, pp_rank: int, axis: str) -> tuple[int, ...]:
         """Ranks of the traced rank's group of an axis."""

@@ -4,10 +4,10 @@
                     + its collectives, for which the code waits (tp, cp, ep, etp, seq)
                     + what its own computation cannot hide of the reductions of gradients it begins
     the pipeline    the simulator runs the schedule with these; activations sent to neighbours travel meanwhile
-    afterwards      what the step sends outside its actions (norm, gather of weights), and the optimizer's pass over its state
+    afterwards      what the step sends outside its actions (norm, gather of weights), and the optimizer's pass
 
-A collective takes calls x latency + bytes / rate. A group inside a node has the node's rate. Of a group over several nodes a
-ring has the network shares of all its members in a node; of an all-to-all the rows for other nodes have one share.
+A collective takes calls x latency + bytes / rate. A group inside a node has the node's rate. Over several nodes a ring
+has the network shares of all its members in a node; the rows that an all-to-all sends to other nodes have one share.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Estimate:
 
     Attributes:
         step: all of it.
-        parts: of the busiest pipeline rank: computation by kind, communication that is waited for by axis, optimizer, bubble.
+        parts: of the busiest pipeline rank: computation by kind, awaited communication by axis, optimizer, bubble.
         hidden: seconds of communication behind computation, by axis.
     """
 
@@ -148,11 +148,15 @@ class _PipelineRank:
             for key, (calls, num) in cost.sent.items():
                 before = inside.get(key, (0, 0))
                 inside[key] = (before[0] + calls, before[1] + num)
-        rest = {k: (c - inside.get(k, (0, 0))[0], b - inside.get(k, (0, 0))[1]) for k, (c, b) in self.rank.traffic.items()}
+        rest = {
+            k: (c - inside.get(k, (0, 0))[0], b - inside.get(k, (0, 0))[1]) for k, (c, b) in self.rank.traffic.items()
+        }
         waited, begun = self.communication({key: value for key, value in rest.items() if value[0] > 0})
         state = self.rank.state
         touched = 2 * state.optimizer + state.gradients + state.parameters
-        found = {"optimizer": self.compute({"matmul": 0.0, "attention": 0.0, "touched": float(touched)})["other operations"]}
+        found = {
+            "optimizer": self.compute({"matmul": 0.0, "attention": 0.0, "touched": float(touched)})["other operations"]
+        }
         for axis, spent in [*waited.items(), *begun.items()]:
             name = f"communication {axis}"
             found[name] = found.get(name, 0.0) + spent
@@ -173,5 +177,10 @@ def _durations(plan: Plan, ranks: list[_PipelineRank]) -> Durations:
         weight.append(rank.mean(Kind.W, chunk) or 0.0)
         backward.append(split if split is not None else (whole or 0.0) - weight[-1])
         for kind in (Kind.SEND_F, Kind.SEND_B):
-            messages = max([messages, *(sum(rank.communication(c.sent)[1].values()) for a, c in rank.rank.actions[:64] if a.kind is kind)])
+            messages = max(
+                [
+                    messages,
+                    *(sum(rank.communication(c.sent)[1].values()) for a, c in rank.rank.actions[:64] if a.kind is kind),
+                ]
+            )
     return Durations(forward, backward, weight, messages)

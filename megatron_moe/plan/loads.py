@@ -3,7 +3,7 @@
     skew 1    copies are dealt to experts in turn                    skew s    expert 0 gets s times the mean
     (--moe-router force_balanced and force_skewed choose the same: a real run with them sends the same bytes)
 
-The router runs too, for its operations and collectives; its decision is on the device, where there are no numbers. A capacity
+The router runs too, for its operations and collectives; its decision is on the device, where no numbers are. A capacity
 drops nothing here: the plan is that of a run in which no copy is lost.
 """
 
@@ -91,7 +91,10 @@ class PlannedAllToAll(AllToAllDispatcher):
         super()._exchange_counts(counts_E)
         first = self.ctx.ep.rank * self.num_local
         counts = [
-            [torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[first : first + self.num_local] for ids_TK in row]
+            [
+                torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[first : first + self.num_local]
+                for ids_TK in row
+            ]
             for row in self.given.peers()
         ]
         return torch.stack([torch.stack(row) for row in counts])

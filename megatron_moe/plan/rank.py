@@ -95,7 +95,7 @@ class RankTrace:
     Attributes:
         pp_rank: its place in the pipeline.
         schedule: of the whole step, with all its micro-batches.
-        num_parameters: logical elements of this pipeline rank's stages, selection biases too, over all ranks that share them.
+        num_parameters: logical elements of this pipeline rank's stages over all its ranks, selection biases too.
         kept: bytes alive between two steps besides the state: statistics, buffers that a step leaves.
         costs: by kind, number of the stage among those of the rank, and phase (:func:`phase`).
         traffic: calls and bytes of the whole step.

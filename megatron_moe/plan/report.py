@@ -21,7 +21,13 @@ def as_json(plan: Plan, cluster: Cluster | None, time: Estimate | None) -> dict[
             "memory_bytes": plan.memory(pp_rank),
             "work": rank.work,
             "collectives": [
-                {"axis": axis, "collective": name, "ranks": len(plan.members(pp_rank, axis)), "calls": calls, "bytes": sent}
+                {
+                    "axis": axis,
+                    "collective": name,
+                    "ranks": len(plan.members(pp_rank, axis)),
+                    "calls": calls,
+                    "bytes": sent,
+                }
                 | ({"nodes": nodes_of(plan.members(pp_rank, axis), cluster)} if cluster else {})
                 for (axis, name), (calls, sent) in sorted(rank.traffic.items())
             ],
@@ -59,10 +65,12 @@ def as_text(plan: Plan, cluster: Cluster | None, time: Estimate | None) -> str:
     console = Console(file=out, width=120)
     sizes = plan.sizes
     console.print(
-        f"{sizes.world} ranks = pp {sizes.pp} x dp {sizes.dp} x cp {sizes.cp} x tp {sizes.tp}, experts: edp {sizes.edp} x "
-        f"ep {sizes.ep} x etp {sizes.etp}\n{plan.num_parameters:,} parameters; {plan.tokens:,} tokens a step in "
-        f"{plan.ranks[0].schedule.num_microbatches} micro-batches a rank; {training_flops_per_token(plan.config) / 1e9:.4g} "
-        f"GFLOP a token, {plan.hardware_flops / plan.model_flops:.3f} times that computed",
+        f"{sizes.world} ranks = pp {sizes.pp} x dp {sizes.dp} x cp {sizes.cp} x tp {sizes.tp}, experts: "
+        f"edp {sizes.edp} x ep {sizes.ep} x etp {sizes.etp}\n"
+        f"{plan.num_parameters:,} parameters; {plan.tokens:,} tokens a step in "
+        f"{plan.ranks[0].schedule.num_microbatches} micro-batches a rank; "
+        f"{training_flops_per_token(plan.config) / 1e9:.4g} GFLOP a token, "
+        f"{plan.hardware_flops / plan.model_flops:.3f} times that computed",
         highlight=False,
     )
     console.print(_memory_table(plan, cluster))
@@ -89,7 +97,9 @@ def _memory_table(plan: Plan, cluster: Cluster | None) -> Any:
 def _traffic_table(plan: Plan, cluster: Cluster | None) -> Any:
     from rich.table import Table
 
-    table = Table("axis", "ranks", "link", "collective", "calls", "GB sent", title="Sent by one rank of the first stage in a step")
+    table = Table(
+        "axis", "ranks", "link", "collective", "calls", "GB sent", title="Sent by one rank of the first stage in a step"
+    )
     for (axis, name), (calls, sent) in sorted(plan.ranks[0].traffic.items()):
         members = plan.members(0, axis)
         link = "" if cluster is None else "in node" if nodes_of(members, cluster) == 1 else "between nodes"
@@ -101,7 +111,8 @@ def _time_table(time: Estimate) -> Any:
     from rich.table import Table
 
     title = (
-        f"{time.step:.3g} s a step on {time.cluster.name} (estimated): {time.tokens_per_second_per_gpu:,.0f} tokens/s and "
+        f"{time.step:.3g} s a step on {time.cluster.name} (estimated): "
+        f"{time.tokens_per_second_per_gpu:,.0f} tokens/s and "
         f"{time.tflops_per_gpu:.0f} TFLOP/s per GPU, utilization {time.utilization:.1%}"
     )
     table = Table("busiest rank", "seconds", "share", title=title)

@@ -1,9 +1,9 @@
-"""Search for the best layout: all legal ones are guessed at, the promising ones dry-run, and these ranked by estimated time.
+"""Search for the best layout: all legal ones are guessed at, the promising ones dry-run and ranked by estimated time.
 
-    sizes x schedules x micro-batches x recomputation --checks--> legal --state fits, least guessed time--> dry-run --> best
+    sizes x schedules x micro-batches x recomputation --checks--> legal --fits, least guessed time--> dry-run --> best
 
-The guess knows FLOPs, the bubble and the two largest kinds of messages; it only decides what is worth a dry run. What is shown
-and compared comes from dry runs alone.
+The guess knows FLOPs, the bubble and the two largest kinds of messages; it only decides what is worth a dry run.
+What is shown and compared comes from dry runs alone.
 """
 
 import io
@@ -28,7 +28,7 @@ from megatron_moe.plan.rank import steps_of
 from megatron_moe.training import registries
 from megatron_moe.training.shrink import vary
 
-DRY_RUNS = 24  # how many layouts are worth one
+DRY_RUNS = 12  # how many layouts are worth one
 _SCHEDULES = (("1f1b", None), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4), ("zb-h1", None))
 _RECOMPUTATION = (
     {"recompute_granularity": None},
@@ -80,7 +80,9 @@ def search(argv: list[str], world_size: int, cluster: Cluster, best: int) -> lis
         if memory_problem(plan, cluster) is None:
             found.append(Found(values, plan, estimate(plan, cluster)))
     if not found:
-        raise ValueError(f"none of the {min(len(guesses), DRY_RUNS)} most promising layouts fits; of the last, {problem}")
+        raise ValueError(
+            f"none of the {min(len(guesses), DRY_RUNS)} most promising layouts fits; of the last, {problem}"
+        )
     return sorted(found, key=lambda f: f.time.step)[:best]
 
 
@@ -92,7 +94,7 @@ def _guesses(base: Config, world_size: int, cluster: Cluster) -> Iterator[tuple[
     cps = [c for c in powers if c <= max(1, base.data.seq_length // 8192)]
     pps = [p for p in range(1, 33) if world_size % p == 0 and p <= model.num_layers + 2]
     eps = [e for e in range(1, world_size + 1) if num_experts % e == 0 and world_size % e == 0]
-    for tp, cp, pp, ep, (schedule, virtual), mbs in product(tps, cps, pps, eps, _SCHEDULES, (1, 2, 4)):
+    for tp, cp, pp, ep, (schedule, virtual), mbs in product(tps, cps, pps, eps, _SCHEDULES, (1, 2)):
         if (pp == 1 and schedule != "1f1b") or world_size % (tp * cp * pp) or world_size % (ep * pp):
             continue
         values = {
@@ -126,7 +128,9 @@ def _guess(config: Config, world_size: int, cluster: Cluster) -> float | None:
     dense = sum(weights.layers) / 2 - sum(moe.moe_router_topk * expert for n in experts if n) + weights.head
     per_expert_rank, per_dense_rank = sum(experts) / (sizes.ep * sizes.etp * sizes.pp), dense / (sizes.tp * sizes.pp)
     width = 2 if training.params_dtype == "bfloat16" else 4
-    state = sum(n * (width + 4 + 16 / d) for n, d in ((per_expert_rank, sizes.edp), (per_dense_rank, sizes.dp * sizes.cp)))
+    state = sum(
+        n * (width + 4 + 16 / d) for n, d in ((per_expert_rank, sizes.edp), (per_dense_rank, sizes.dp * sizes.cp))
+    )
     activations = _guess_activations(config, sizes)
     if state + activations > cluster.memory_gb * 1e9:
         return None
@@ -150,7 +154,7 @@ def _guess(config: Config, world_size: int, cluster: Cluster) -> float | None:
 
 
 def _guess_activations(config: Config, sizes: MeshSizes) -> float:
-    """Bytes: what layers keep (formulas of the modern block, 16 bit), times the micro-batches in flight on the first rank."""
+    """Bytes: what layers keep (formulas of the modern block, 16 bit), times the micro-batches in flight."""
     model, moe, training = config.model, config.moe, config.training
     tokens = training.micro_batch_size * config.data.seq_length / (sizes.tp * sizes.cp)
     width = moe.moe_ffn_hidden_size or model.dense_ffn_size
@@ -169,7 +173,9 @@ def table(found: list[Found]) -> str:
     from rich.table import Table
 
     out = io.StringIO()
-    shown = Table("tp", "cp", "pp", "ep", "schedule", "mbs", "recompute", "s/step", "TFLOP/s", "GB", "where the time goes")
+    shown = Table(
+        "tp", "cp", "pp", "ep", "schedule", "mbs", "recompute", "s/step", "TFLOP/s", "GB", "where the time goes"
+    )
     for item in found:
         v = item.values
         schedule = v["pipeline_schedule"] + (f" x{n}" if (n := v["num_virtual_stages_per_pipeline_rank"]) else "")

@@ -3,8 +3,8 @@
     device  "meta"    activations, weights, gradients, optimizer state     shapes alone, no memory
     host    "cpu"     tokens, splits of an all-to-all, rows per expert     numbers
 
-The project's code keeps the two apart, as it must on a GPU. Where it waits for the device to learn a number (a loss, a norm),
-the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows them beforehand.
+The project's code keeps the two apart, as it must on a GPU. Where it waits for the device to learn a number (a loss,
+a norm), the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows them beforehand.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,9 @@ class _Attention(torch.autograd.Function):
     """Fused attention as GPUs run it: keeps its inputs, its output and one number per query and head."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q_BHQC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, flops: Callable[[int], None]) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, q_BHQC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, flops: Callable[[int], None]
+    ) -> Tensor:
         flops(1)
         batch, heads, queries, _ = q_BHQC.shape
         y_BQHC = v_BGSC.new_empty(batch, queries, heads, v_BGSC.shape[-1])
