@@ -16,24 +16,18 @@ from megatron_moe.pipeline.simulate import Timeline, peak_activations, per_rank_
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     source.add_argument("--profile", metavar="FILE.jsonl", help="what a run recorded with --profile-schedule")
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default 8)")
-    parser.add_argument(
-        "--virtual", type=int, help="stages per rank, where the schedule leaves it free (default 2)"
-    )
+    parser.add_argument("--virtual", type=int, help="stages per rank, where the schedule leaves it free (default 2)")
     times = parser.add_argument_group("time that one micro-batch costs one rank, over all its stages")
     times.add_argument("--forward", type=float, default=1.0)
     times.add_argument("--backward", type=float, default=1.0, help="for the input alone")
     times.add_argument("--weight", type=float, default=1.0, help="for the weights alone")
-    times.add_argument(
-        "--comm", type=float, default=0.0, help="from one rank to another, per message (default 0)"
-    )
+    times.add_argument("--comm", type=float, default=0.0, help="from one rank to another, per message (default 0)")
     parser.add_argument(
         "--weight-memory",
         type=float,
@@ -42,9 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", metavar="FILE.png", help="write a picture")
     parser.add_argument("--text", action="store_true", help="draw as text")
-    parser.add_argument(
-        "--json", action="store_true", help="print the timeline as JSON lines, and nothing else"
-    )
+    parser.add_argument("--json", action="store_true", help="print the timeline as JSON lines, and nothing else")
     return parser
 
 
@@ -77,9 +69,7 @@ def _simulated(args: argparse.Namespace) -> tuple[Timeline, str, str]:
     times = Times(args.forward, args.backward, args.weight)
     negative = [name for name in ("forward", "backward", "weight", "comm") if getattr(args, name) < 0]
     if negative:
-        raise ValueError(
-            f"--{negative[0]} is a time and must not be negative, but it is {getattr(args, negative[0])}"
-        )
+        raise ValueError(f"--{negative[0]} is a time and must not be negative, but it is {getattr(args, negative[0])}")
     schedule = make_schedule(args.schedule, args.pp, args.microbatches, args.virtual)
     chunks = schedule.chunks_per_rank
     timeline = simulate(schedule, per_rank_durations(times, chunks, args.comm))

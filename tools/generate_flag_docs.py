@@ -13,9 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if ``--check`` finds a stale page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="Write nothing; exit with 1 if the page is stale."
-    )
+    parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 if the page is stale.")
     parser.add_argument("--page", type=Path, default=PAGE, help="The page. Default: docs/flags.md.")
     arguments = parser.parse_args(argv)
     text = flag_page(registries={})

@@ -104,8 +104,7 @@ def plot(runs: list[Run], reference_loss: float | None, reference_name: str) -> 
             draw_balance(panels[0], runs)
             title = "Experts' load" if len(runs) == 1 else f"{runs[0].name}: experts' load"
             images = [
-                draw_heat_map(ax, runs[0], layer, title)
-                for ax, layer in zip(panels[1:], heat_layers, strict=True)
+                draw_heat_map(ax, runs[0], layer, title) for ax, layer in zip(panels[1:], heat_layers, strict=True)
             ]
             if images:
                 bar = figure.colorbar(images[-1], ax=panels[1:], shrink=0.8, pad=0.01, extend="max")
@@ -161,9 +160,7 @@ def draw_balance(ax: Axes, runs: list[Run]) -> None:
                 for iteration, ratio in zip(run.loads(layer)[0].tolist(), ratios, strict=True):
                     by_iteration[iteration] = max(ratio, by_iteration.get(iteration, 1.0))
             label = f"{run.name}, worst layer" if len(runs) > 1 else "worst layer"
-            ax.plot(
-                list(by_iteration), list(by_iteration.values()), color=f"C{i}", linewidth=1.2, label=label
-            )
+            ax.plot(list(by_iteration), list(by_iteration.values()), color=f"C{i}", linewidth=1.2, label=label)
         else:
             for layer, ratios in series.items():
                 ax.plot(run.loads(layer)[0], ratios, linewidth=1.2, label=layer)
@@ -207,9 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Draw the metrics of one run, or compare several.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="--save folder of a run")
-    parser.add_argument(
-        "--output", type=Path, help="PNG, SVG or PDF (default: metrics.png in the first folder)"
-    )
+    parser.add_argument("--output", type=Path, help="PNG, SVG or PDF (default: metrics.png in the first folder)")
     parser.add_argument("--reference-loss", type=float, help="draw a line at this loss")
     parser.add_argument("--reference-name", default="reference", help="name of that line")
     args = parser.parse_args(argv)

@@ -51,16 +51,12 @@ def _summary(job: Job, report: Report) -> str:
         lines.append(f"  {report.skipped:,} unreadable documents skipped, the first of them:")
         lines += [f"    {problem}" for problem in report.problems]
     if not report.lossless:
-        lines.append(
-            "  note: this tokenizer does not reproduce the text exactly (seen on the first document)"
-        )
+        lines.append("  note: this tokenizer does not reproduce the text exactly (seen on the first document)")
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -68,17 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="files: .jsonl, .ndjson, .json (an object a line; also .gz), .parquet, .arrow, .csv, else text",
     )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json"
-    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
     parser.add_argument("--tokenizer-type", required=True, choices=list(TOKENIZERS), help="kind of tokenizer")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with an end-of-document token"
-    )
-    parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)"
-    )
+    parser.add_argument("--append-eod", action="store_true", help="end every document with an end-of-document token")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
     parser.add_argument(
         "--sample-by",
         choices=["document", "line"],

@@ -83,19 +83,11 @@ def _lines(files: Sequence[str], json_key: str) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="text, JSON lines or parquet files"
-    )
-    parser.add_argument(
-        "--model-prefix", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="text, JSON lines or parquet files")
+    parser.add_argument("--model-prefix", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
-    parser.add_argument(
-        "--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)"
-    )
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
     return parser
 
 

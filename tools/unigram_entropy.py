@@ -53,17 +53,11 @@ def last_valid_loss(run_dir: Path) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Unigram entropy of a validation split, and a run's loss beside it."
-    )
+    parser = argparse.ArgumentParser(description="Unigram entropy of a validation split, and a run's loss beside it.")
     parser.add_argument("data_path", help="prefix of the .bin/.idx pair")
     parser.add_argument("--split", default=DataConfig().split, help="as in training (default: %(default)s)")
-    parser.add_argument(
-        "--part", default="valid", choices=SPLIT_NAMES, help="part of the split (default: valid)"
-    )
-    parser.add_argument(
-        "--run", type=Path, help="--save folder of a run, whose last validation loss must be lower"
-    )
+    parser.add_argument("--part", default="valid", choices=SPLIT_NAMES, help="part of the split (default: valid)")
+    parser.add_argument("--run", type=Path, help="--save folder of a run, whose last validation loss must be lower")
     args = parser.parse_args(argv)
     try:
         entropy = unigram_entropy(count_tokens(args.data_path, args.split, args.part))

@@ -8,7 +8,7 @@ from megatron_moe.config.settings import Registries, Setting, section_title, sec
 _HEAD = """\
 # Flags
 
-Written by `tools/generate_flag_docs.py` from `megatron_moe/config/schema.py`; do not edit.
+Written by `tools/generate_flag_docs.py` from `megatron_moe/config/schema/`; do not edit.
 
 Every flag is a YAML key of the same name, with `_` or `-`, flat or below the name of its section. Defaults
 are overridden by the files of `--config` in their order, and those by flags. The value `none` unsets a flag

@@ -26,10 +26,7 @@ def dump(config: Config, provenance: Mapping[str, str] | None = None) -> str:
         lines = [f"  {name}: {scalar(value_of(config, name))}" for name in names]
         if provenance is not None:
             width = max((len(line) for line in lines if len(line) <= _WIDEST_COLUMN), default=0)
-            lines = [
-                f"{line:{width}}  # {_origin(provenance[name])}"
-                for line, name in zip(lines, names, strict=True)
-            ]
+            lines = [f"{line:{width}}  # {_origin(provenance[name])}" for line, name in zip(lines, names, strict=True)]
         title, description = section_title(section)
         blocks.append("\n".join([f"# {title}: {description}", f"{section}:", *lines]))
     return "\n\n".join(blocks) + "\n"

@@ -92,21 +92,15 @@ def _entries(
             continue
         where = f"{label}:{_line(key_node)}"
         if key in seen:
-            problems.append(
-                f"{where}: section '{key}' was begun before, in line {seen[key]}; put them together."
-            )
+            problems.append(f"{where}: section '{key}' was begun before, in line {seen[key]}; put them together.")
         seen.setdefault(key, _line(key_node))
         if isinstance(value_node, yaml.MappingNode):
             yield from ((key, *pair) for pair in value_node.value)
-        elif (
-            value_node.tag != "tag:yaml.org,2002:null"
-        ):  # a section whose lines are all commented out is fine
+        elif value_node.tag != "tag:yaml.org,2002:null":  # a section whose lines are all commented out is fine
             problems.append(f"{where}: section '{key}' should hold indented lines of the form 'key: value'.")
 
 
-def _read_entry(
-    section: str | None, key: str, node: yaml.Node, seen: dict[str, int], line: int
-) -> tuple[Setting, Any]:
+def _read_entry(section: str | None, key: str, node: yaml.Node, seen: dict[str, int], line: int) -> tuple[Setting, Any]:
     """The setting that a key means, and its value; ValueError says what is wrong, without file and line."""
     name = key.replace("-", "_")
     synonym = _synonyms().get(name)
@@ -122,9 +116,7 @@ def _read_entry(
     if synonym:
         if plain is not True:
             same = as_typed(setting, synonym[1])
-            raise ValueError(
-                f"key '{key}' can only be true, which means {same}; otherwise set {setting.name}"
-            )
+            raise ValueError(f"key '{key}' can only be true, which means {same}; otherwise set {setting.name}")
         return setting, synonym[1]
     try:
         return setting, from_value(setting, plain)

@@ -51,9 +51,7 @@ class _Record(argparse.Action):
 class _RecordFixed(argparse.Action):
     """Record a flag that means a value by itself: a boolean or a synonym."""
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, meanings: dict[str, Any], **kwargs: Any
-    ) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, meanings: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **kwargs)
         self.meanings = meanings
 
@@ -169,14 +167,10 @@ def _add_setting(group: Any, setting: Setting, registries: Registries) -> None:
     if setting.base is bool:
         off = f"--no-{setting.flag[2:]}"
         meanings = {setting.flag: True, off: False}
-        group.add_argument(
-            setting.flag, off, dest=setting.name, action=_RecordFixed, meanings=meanings, help=text
-        )
+        group.add_argument(setting.flag, off, dest=setting.name, action=_RecordFixed, meanings=meanings, help=text)
     else:
         metavar = _METAVARS[setting.base]
-        group.add_argument(
-            setting.flag, dest=setting.name, action=_Record, nargs="*", metavar=metavar, help=text
-        )
+        group.add_argument(setting.flag, dest=setting.name, action=_Record, nargs="*", metavar=metavar, help=text)
     for synonym, value in setting.synonyms.items():
         same = f"The same as {as_typed(setting, value)}."
         meanings = {synonym: value}
@@ -224,9 +218,7 @@ def _unknown_flags(extras: Sequence[str], parser: argparse.ArgumentParser) -> li
         if word.startswith("-"):
             flag = word.partition("=")[0]
             found = " or ".join(f"--{name}" for name in nearest(flag.lstrip("-"), known))
-            problems.append(
-                f"unknown flag {flag}; " + (f"did you mean {found}?" if found else "--help lists all.")
-            )
+            problems.append(f"unknown flag {flag}; " + (f"did you mean {found}?" if found else "--help lists all."))
             after_unknown = True
         elif not after_unknown:
             problems.append(f"unexpected word {word!r}: every value follows its flag.")

@@ -104,4 +104,6 @@ def _elastic(config: Config, world_size: int) -> Iterator[Implication]:
     if batch % dp == 0 and micro > 0:
         largest = max(n for n in divisors(batch // dp) if n <= micro)
         if batch % (dp * micro):
-            yield Implication("micro_batch_size", largest, cause, f"the largest that divides {batch} over {dp} data ranks")
+            yield Implication(
+                "micro_batch_size", largest, cause, f"the largest that divides {batch} over {dp} data ranks"
+            )

@@ -32,9 +32,7 @@ class Resolved:
         """With the values that others imply on so many ranks, and a sentence for each that changed."""
         found = implications(self.config, world_size)
         provenance = {**self.provenance, **{item.name: f"implied by {item.cause}" for item in found}}
-        return replace(self, config=apply(self.config, found), provenance=provenance), [
-            str(item) for item in found
-        ]
+        return replace(self, config=apply(self.config, found), provenance=provenance), [str(item) for item in found]
 
 
 def resolve(argv: Sequence[str], registries: Registries, description: str | None = None) -> Resolved:
@@ -92,9 +90,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
         for name, value in entries.items():
             setting = settings().get(name)
             if setting is None or setting.section != section:
-                problems.append(
-                    sentence(f"unknown key '{name}' in '{section}'{did_you_mean(name, settings())}")
-                )
+                problems.append(sentence(f"unknown key '{name}' in '{section}'{did_you_mean(name, settings())}"))
                 continue
             try:
                 values[name] = from_value(setting, value)

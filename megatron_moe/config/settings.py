@@ -124,10 +124,7 @@ def flag_of(name: str) -> str:
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """Up to three candidates that resemble a misspelled name, best first."""
     candidates = list(candidates)
-    return (
-        difflib.get_close_matches(name, candidates, n=3, cutoff=0.7)
-        or [c for c in candidates if name in c][:3]
-    )
+    return difflib.get_close_matches(name, candidates, n=3, cutoff=0.7) or [c for c in candidates if name in c][:3]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -48,9 +48,7 @@ def parse_data_path(values: Sequence[str], flag: str = "--data-path") -> tuple[t
         except ValueError:
             weight = math.nan
         if not (0 < weight < math.inf):
-            raise ValueError(
-                f"{flag}: value {position + 1}, {values[position]!r}, should be a weight > 0. {usage}"
-            )
+            raise ValueError(f"{flag}: value {position + 1}, {values[position]!r}, should be a weight > 0. {usage}")
         pairs.append((weight, values[position + 1]))
     prefixes = [prefix for _, prefix in pairs]
     for prefix in prefixes:

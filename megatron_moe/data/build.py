@@ -39,9 +39,7 @@ def build_datasets(config: DataConfig, *, seed: int, vocab_size: int) -> Dataset
     without a sample.
     """
     if config.mock_data:
-        train, valid, test = (
-            MockDataset(vocab_size, config.seq_length, seed, f"mock/{name}") for name in SPLIT_NAMES
-        )
+        train, valid, test = (MockDataset(vocab_size, config.seq_length, seed, f"mock/{name}") for name in SPLIT_NAMES)
         return Datasets(train, valid, test)
     separate = (config.train_data_path, config.valid_data_path, config.test_data_path)
     if bool(config.data_path) == any(separate) or (any(separate) and not config.train_data_path):

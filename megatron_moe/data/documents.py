@@ -64,9 +64,7 @@ def check_inputs(files: Sequence[str]) -> list[dict[str, object]]:
     for file in files:
         path = Path(file)
         if not path.is_file():
-            raise ValueError(
-                f"--input {file} {'is a folder; give its files' if path.is_dir() else 'does not exist'}."
-            )
+            raise ValueError(f"--input {file} {'is a folder; give its files' if path.is_dir() else 'does not exist'}.")
         if list(files).count(file) > 1:
             raise ValueError(f"--input names {file} twice.")
         stat = path.stat()

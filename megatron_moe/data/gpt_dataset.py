@@ -51,9 +51,7 @@ class GPTDataset:
     Raises ValueError if the documents do not have ``seq_length + 1`` tokens.
     """
 
-    def __init__(
-        self, indexed: IndexedDataset, documents: range, seq_length: int, seed: int, name: str
-    ) -> None:
+    def __init__(self, indexed: IndexedDataset, documents: range, seq_length: int, seed: int, name: str) -> None:
         self.name = name
         self._indexed = indexed
         self._seq_length = seq_length
@@ -90,9 +88,7 @@ class GPTDataset:
     def _epoch(self, epoch_id: int) -> _Epoch:
         with self._lock:  # several reader threads may reach a new epoch at once
             if epoch_id not in self._epochs:
-                document_order = permutation(
-                    len(self._offsets) - 1, self._seed, self.name, epoch_id, "documents"
-                )
+                document_order = permutation(len(self._offsets) - 1, self._seed, self.name, epoch_id, "documents")
                 starts = np.zeros(len(self._offsets), dtype=np.int64)
                 np.cumsum(np.diff(self._offsets)[document_order], out=starts[1:])
                 sample_order = permutation(self.samples_per_epoch, self._seed, self.name, epoch_id, "samples")

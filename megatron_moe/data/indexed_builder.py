@@ -38,9 +38,7 @@ class IndexedDatasetBuilder:
         if self.dtype not in CODE_OF_DTYPE or self.dtype.kind not in "iu":
             raise ValueError(f"{prefix}: token ids cannot be stored as {self.dtype.name}")
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {
-            name: Path(f"{prefix}.{name}.tmp") for name in ("bin", "idx.lengths", "idx.documents")
-        }
+        self._temporary = {name: Path(f"{prefix}.{name}.tmp") for name in ("bin", "idx.lengths", "idx.documents")}
         self._files: dict[str, BinaryIO] = {name: path.open("wb") for name, path in self._temporary.items()}
         self._files["idx.documents"].write(np.int64(0).tobytes())
 
@@ -55,9 +53,7 @@ class IndexedDatasetBuilder:
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
-    def add_document(
-        self, tokens: Sequence[int] | np.ndarray, sequence_lengths: Sequence[int] | None = None
-    ) -> None:
+    def add_document(self, tokens: Sequence[int] | np.ndarray, sequence_lengths: Sequence[int] | None = None) -> None:
         """Appends one document.
 
         Args:

@@ -68,8 +68,7 @@ class IndexedDataset:
                 hint = (
                     f"{other} exists: preprocessing did not finish, or one file of the pair was not copied."
                     if other.is_file()
-                    else "A data path is given without its suffix, and names a pair of files PREFIX.bin, "
-                    "PREFIX.idx."
+                    else "A data path is given without its suffix, and names a pair of files PREFIX.bin, PREFIX.idx."
                 )
                 raise ValueError(f"{path} does not exist. {hint}")
         self._read_index(idx_path)
@@ -81,9 +80,7 @@ class IndexedDataset:
             raise _corrupt(path, f"expected a header of {HEADER.size} bytes, found {len(index_bytes)} bytes")
         magic, version, code, num_sequences, num_borders = HEADER.unpack_from(index_bytes)
         if magic != MAGIC:
-            raise _corrupt(
-                path, f"expected it to begin with {MAGIC!r}, found {magic!r}: not a Megatron index"
-            )
+            raise _corrupt(path, f"expected it to begin with {MAGIC!r}, found {magic!r}: not a Megatron index")
         if version != VERSION:
             raise _corrupt(path, f"expected version {VERSION}, found {version}")
         if code not in DTYPE_OF_CODE or not np.issubdtype(DTYPE_OF_CODE[code], np.integer):
@@ -98,12 +95,8 @@ class IndexedDataset:
         self.dtype = np.dtype(DTYPE_OF_CODE[code])
         # frombuffer, because a typed view of a memory map would have to be aligned and offset 34 is not.
         self.sequence_lengths = np.frombuffer(index_bytes, "<i4", num_sequences, HEADER.size)
-        self.sequence_pointers = np.frombuffer(
-            index_bytes, "<i8", num_sequences, HEADER.size + 4 * num_sequences
-        )
-        self.document_indices = np.frombuffer(
-            index_bytes, "<i8", num_borders, HEADER.size + 12 * num_sequences
-        )
+        self.sequence_pointers = np.frombuffer(index_bytes, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        self.document_indices = np.frombuffer(index_bytes, "<i8", num_borders, HEADER.size + 12 * num_sequences)
         self._check_index(path)
 
     def _check_index(self, path: Path) -> None:
@@ -120,9 +113,7 @@ class IndexedDataset:
             ends = expected + np.cumsum(lengths * self.dtype.itemsize)
             pointers = self.sequence_pointers[start : start + CHUNK]
             if np.any(lengths < 0) or pointers[0] != expected or np.any(pointers[1:] != ends[:-1]):
-                raise _corrupt(
-                    path, f"the offsets of its sequences from {start} on do not match their lengths"
-                )
+                raise _corrupt(path, f"the offsets of its sequences from {start} on do not match their lengths")
             expected = int(ends[-1])
         self.num_tokens = expected // self.dtype.itemsize
 

@@ -78,9 +78,7 @@ class StepLoader:
     def _plans(self, consumed_samples: int) -> Iterator[tuple[range, ...]]:
         while True:
             batch_size = self._batch_size_at(consumed_samples)
-            yield micro_batches(
-                consumed_samples, batch_size, self._micro_batch_size, self._dp_rank, self._dp_size
-            )
+            yield micro_batches(consumed_samples, batch_size, self._micro_batch_size, self._dp_rank, self._dp_size)
             consumed_samples += batch_size
 
     def _read(self, sample_ids: range) -> Batch:

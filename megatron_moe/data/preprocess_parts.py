@@ -67,9 +67,7 @@ def run_parts(job: Job, folder: Path, todo: Sequence[Part]) -> Iterator[PartResu
         return
     # Forked processes start at once; where they are unsafe or missing, the system's own way is taken.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    executor = ProcessPoolExecutor(
-        job.workers, multiprocessing.get_context(method), initializer=_set_up_process
-    )
+    executor = ProcessPoolExecutor(job.workers, multiprocessing.get_context(method), initializer=_set_up_process)
     try:
         waiting, pending = iter(todo), set()
         while True:
@@ -82,8 +80,7 @@ def run_parts(job: Job, folder: Path, todo: Sequence[Part]) -> Iterator[PartResu
             yield from (future.result() for future in done)
     except BrokenProcessPool as error:
         raise ValueError(
-            "a process died while tokenizing (killed, or out of memory?). Run the same command again to "
-            "continue."
+            "a process died while tokenizing (killed, or out of memory?). Run the same command again to continue."
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)
@@ -114,9 +111,7 @@ def tokenize_part(job: Job, folder: Path, part: Part) -> PartResult:
         for text in read_part(part, job.read):
             if isinstance(text, Problem):
                 if not job.skip_errors:
-                    raise ValueError(
-                        f"{text}. Mend the input, or leave such documents out with --on-error skip."
-                    )
+                    raise ValueError(f"{text}. Mend the input, or leave such documents out with --on-error skip.")
                 skipped += 1
                 problems += [str(text)] if len(problems) < PROBLEMS_SHOWN else []
             elif not text:

@@ -63,9 +63,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         ) from error
 
 
-def check_sidecar(
-    prefix: str | Path, tokenizer_type: str, tokenizer_model: str | None, vocab_size: int
-) -> None:
+def check_sidecar(prefix: str | Path, tokenizer_type: str, tokenizer_model: str | None, vocab_size: int) -> None:
     """Compares ``PREFIX.json``, if present, with the tokenizer and the vocabulary of the model.
 
     Raises ValueError if the data has ids that the model lacks, or was made with another tokenizer.

@@ -34,16 +34,12 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     return weights[0] / total, weights[1] / total, weights[2] / total
 
 
-def document_ranges(
-    fractions: tuple[Fraction, Fraction, Fraction], num_documents: int
-) -> tuple[range, range, range]:
+def document_ranges(fractions: tuple[Fraction, Fraction, Fraction], num_documents: int) -> tuple[range, range, range]:
     """Cuts ``num_documents`` documents into consecutive ranges, one per split; every document is in one.
 
     Borders are rounded to the nearest document with exact arithmetic, so they are the same everywhere.
     """
     borders = [0]
     for fraction in fractions:
-        borders.append(
-            borders[-1] if fraction == 0 else round(sum(fractions[: len(borders)]) * num_documents)
-        )
+        borders.append(borders[-1] if fraction == 0 else round(sum(fractions[: len(borders)]) * num_documents))
     return range(borders[0], borders[1]), range(borders[1], borders[2]), range(borders[2], borders[3])

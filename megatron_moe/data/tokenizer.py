@@ -208,17 +208,13 @@ def tokenizer_fingerprint(tokenizer_type: str, tokenizer_model: str | None) -> s
 
 def _constructor(tokenizer_type: str) -> Callable[[Path], Tokenizer] | None:
     if tokenizer_type not in TOKENIZERS:
-        raise ValueError(
-            f"--tokenizer-type {tokenizer_type} does not exist. Choose from {', '.join(TOKENIZERS)}."
-        )
+        raise ValueError(f"--tokenizer-type {tokenizer_type} does not exist. Choose from {', '.join(TOKENIZERS)}.")
     return TOKENIZERS[tokenizer_type]
 
 
 def _existing_model(tokenizer_type: str, tokenizer_model: str | None) -> Path:
     if not tokenizer_model:
-        raise ValueError(
-            f"--tokenizer-type {tokenizer_type} needs --tokenizer-model with the path of its model."
-        )
+        raise ValueError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model with the path of its model.")
     path = Path(tokenizer_model)
     if not path.exists():
         raise ValueError(f"--tokenizer-model {tokenizer_model} does not exist.")

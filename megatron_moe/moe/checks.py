@@ -18,10 +18,7 @@ def moe_checks(config: MoEConfig) -> Iterable[str]:
         yield f"--num-experts {config.num_experts} must be positive."
         return
     if not 1 <= config.moe_router_topk <= config.num_experts:
-        yield (
-            f"--moe-router-topk {config.moe_router_topk} must be from 1 to --num-experts "
-            f"{config.num_experts}."
-        )
+        yield (f"--moe-router-topk {config.moe_router_topk} must be from 1 to --num-experts {config.num_experts}.")
         return
     yield from _unread_options(config)
     yield from _group_checks(config)

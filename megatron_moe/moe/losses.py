@@ -123,9 +123,7 @@ def counted_ids(choice: Choice, loss: BalanceLoss) -> Tensor:
     return choice.chosen_ids_GTK[..., :1] if loss.counted == "first" else choice.chosen_ids_GTK
 
 
-def balance_stats(
-    choice: Choice, valid_GT: Tensor | None, loss: BalanceLoss, config: MoEConfig
-) -> BalanceStats:
+def balance_stats(choice: Choice, valid_GT: Tensor | None, loss: BalanceLoss, config: MoEConfig) -> BalanceStats:
     """Count what a loss counts, over the tokens held here; the layer sums over ranks that share a group."""
     num_experts = choice.scores_GTE.shape[-1]
     ids_GTK = counted_ids(choice, loss)

@@ -27,9 +27,7 @@ class Placement(NamedTuple):
     copies_LE: Tensor
 
 
-def place_experts(
-    loads_LE: Tensor, num_physical: int, num_groups: int, num_nodes: int, num_devices: int
-) -> Placement:
+def place_experts(loads_LE: Tensor, num_physical: int, num_groups: int, num_nodes: int, num_devices: int) -> Placement:
     """Replicate and place experts so that devices are loaded evenly (github.com/deepseek-ai/EPLB).
 
     If nodes divide groups, the experts of a group stay on one node (for group-limited routing); otherwise
@@ -52,13 +50,9 @@ def place_experts(
         ("physical experts into devices", num_physical, num_devices),
     ):
         if whole % part:
-            raise ValueError(
-                f"Expert placement cannot divide {whole} {what}: {part} does not divide {whole}."
-            )
+            raise ValueError(f"Expert placement cannot divide {whole} {what}: {part} does not divide {whole}.")
     if num_physical < num_experts:
-        raise ValueError(
-            f"Expert placement needs a place for each of {num_experts} experts, has {num_physical}."
-        )
+        raise ValueError(f"Expert placement needs a place for each of {num_experts} experts, has {num_physical}.")
     rows = [
         _place_layer([float(load) for load in loads_E], num_physical, num_groups, num_nodes, num_devices)
         for loads_E in loads_LE
@@ -66,10 +60,7 @@ def place_experts(
     copies = [[row.count(e) for e in range(num_experts)] for row in rows]
     most = max(max(c) for c in copies)
     physical = [
-        [
-            ([p for p, e in enumerate(row) if e == logical] + [-1] * most)[:most]
-            for logical in range(num_experts)
-        ]
+        [([p for p, e in enumerate(row) if e == logical] + [-1] * most)[:most] for logical in range(num_experts)]
         for row in rows
     ]
     return Placement(torch.tensor(rows), torch.tensor(physical), torch.tensor(copies))
@@ -81,9 +72,7 @@ def device_loads(loads_LE: Tensor, placement: Placement, num_devices: int) -> Te
     return shares_LE.gather(1, placement.logical_ids_LP).unflatten(1, (num_devices, -1)).sum(dim=-1)
 
 
-def _place_layer(
-    loads: list[float], num_physical: int, num_groups: int, num_nodes: int, num_devices: int
-) -> list[int]:
+def _place_layer(loads: list[float], num_physical: int, num_groups: int, num_nodes: int, num_devices: int) -> list[int]:
     """Logical expert of each physical expert of one layer, device by device."""
     group_size = len(loads) // num_groups
     group_loads = [sum(loads[g * group_size : (g + 1) * group_size]) for g in range(num_groups)]

@@ -49,9 +49,7 @@ class Piece:
 class Bucket:
     """Flat weights and gradients of some parameters, and their reduction over one axis."""
 
-    def __init__(
-        self, parameters: list[ShardedParameter], axis: Axis, sharding: Sharding, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, parameters: list[ShardedParameter], axis: Axis, sharding: Sharding, dtype: torch.dtype) -> None:
         self.parameters, self.axis, self.sharding = parameters, axis, sharding
         self.num_shards = axis.size if sharding.optimizer else 1
         self.total = sum(p.numel() for p in parameters)

@@ -32,9 +32,7 @@ class GradientReducer:
             bucket never mixes units, so that it is complete, or needed, when its unit is.
     """
 
-    def __init__(
-        self, units: Sequence[Sequence[ShardedParameter]], ctx: ParallelContext, strategy: str
-    ) -> None:
+    def __init__(self, units: Sequence[Sequence[ShardedParameter]], ctx: ParallelContext, strategy: str) -> None:
         self.ctx, self.sharding = ctx, Sharding.of(strategy)
         self.units: list[list[Bucket]] = []
         if not self.sharding.gradients:

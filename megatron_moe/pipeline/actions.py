@@ -117,9 +117,7 @@ def parse(text: str) -> Step:
         return parse_action(text)
     parts = [parse_action(part) for part in text[1:-1].split(";")]
     if [part.kind for part in parts] != [Kind.F, Kind.B]:
-        raise ScheduleError(
-            f"'{text}' is not a pair; write one forward and one full backward, like (1F3;6B1)"
-        )
+        raise ScheduleError(f"'{text}' is not a pair; write one forward and one full backward, like (1F3;6B1)")
     return Pair(*parts)
 
 
@@ -174,9 +172,7 @@ class Schedule:
         return "\n".join(" ".join(map(str, steps)) for steps in self.ranks)
 
 
-def parse_schedule(
-    text: str, name: str, num_microbatches: int, num_stages: int, placement: Placement
-) -> Schedule:
+def parse_schedule(text: str, name: str, num_microbatches: int, num_stages: int, placement: Placement) -> Schedule:
     """The inverse of `str(schedule)`: one line per rank, steps apart by spaces."""
     ranks = tuple(tuple(parse(word) for word in line.split()) for line in text.splitlines())
     return Schedule(name, num_microbatches, num_stages, placement, ranks)

@@ -53,9 +53,7 @@ def read_profile(path: str | Path) -> Timeline:
             continue
         try:
             record = json.loads(line)
-            event = Event(
-                int(record["rank"]), parse(record["action"]), float(record["start"]), float(record["end"])
-            )
+            event = Event(int(record["rank"]), parse(record["action"]), float(record["start"]), float(record["end"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}: not a recorded action ({error!r}); expected an object like "
@@ -81,16 +79,12 @@ def digest(timeline: Timeline) -> str:
 
 def draw_text(timeline: Timeline, max_width: int = 2000) -> str:
     """A text grid: cells as wide as their time, idle time as dots, at most max_width columns."""
-    events = [
-        event for event in timeline.events if event.step.parts[0].kind in COMPUTE and event.end > event.start
-    ]
+    events = [event for event in timeline.events if event.step.parts[0].kind in COMPUTE and event.end > event.start]
     chunks = _chunks(events)
     several = any(chunk > 0 for chunk in chunks.values())
     labels = [_label(event.step, several) for event in events]
     length = max((event.end for event in events), default=0.0)
-    widest = max(
-        ((len(text) + 1) / (e.end - e.start) for text, e in zip(labels, events, strict=True)), default=1.0
-    )
+    widest = max(((len(text) + 1) / (e.end - e.start) for text, e in zip(labels, events, strict=True)), default=1.0)
     scale = min(widest, max_width / length) if length else 1.0
 
     rows = [["."] * round(length * scale) for _ in range(timeline.num_ranks)]
@@ -103,9 +97,7 @@ def draw_text(timeline: Timeline, max_width: int = 2000) -> str:
 
 def _label(step: Step, with_stage: bool) -> str:
     stage_of = (
-        (lambda action: str(action))
-        if with_stage
-        else (lambda action: f"{action.kind.value}{action.microbatch}")
+        (lambda action: str(action)) if with_stage else (lambda action: f"{action.kind.value}{action.microbatch}")
     )
     return ";".join(stage_of(part) for part in step.parts)
 
@@ -157,9 +149,7 @@ def draw_png(timeline: Timeline, path: str | Path, title: str = "") -> None:
 
 def _shortest(timeline: Timeline) -> float:
     """The time that a cell with a number in it should have room for; recorded outliers do not count."""
-    times = sorted(
-        e.end - e.start for e in timeline.events if e.step.parts[0].kind in COMPUTE and e.end > e.start
-    )
+    times = sorted(e.end - e.start for e in timeline.events if e.step.parts[0].kind in COMPUTE and e.end > e.start)
     return times[len(times) // 10] if times else 1.0
 
 

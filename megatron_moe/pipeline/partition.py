@@ -155,10 +155,7 @@ def _split(symbols: list[_Symbol]) -> list[list[_Symbol]]:
 def format_layout(stages: Sequence[StageLayout]) -> str:
     """The inverse of `parse_layout`, with repetitions: `Et*3|(t*2|)*29m|L`."""
     written = [
-        "E" * stage.embedding
-        + _repeat("t", len(stage.layer_ids))
-        + _repeat("m", len(stage.mtp_ids))
-        + "L" * stage.head
+        "E" * stage.embedding + _repeat("t", len(stage.layer_ids)) + _repeat("m", len(stage.mtp_ids)) + "L" * stage.head
         for stage in stages
     ]
     *before, last = written

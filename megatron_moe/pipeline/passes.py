@@ -44,9 +44,7 @@ def add_communication(schedule: Schedule, durations: Durations | None = None) ->
 
 def _sends(schedule: Schedule, step: Step) -> list[Action]:
     """What has to be sent after a step: outputs to the next stage, input gradients to the previous one."""
-    candidates = [
-        send_of(result) for part in step.parts for result in results(part) if result.kind in (Kind.F, Kind.I)
-    ]
+    candidates = [send_of(result) for part in step.parts for result in results(part) if result.kind in (Kind.F, Kind.I)]
     return [
         send
         for send in candidates
@@ -64,9 +62,7 @@ def add_grad_reduction(schedule: Schedule) -> Schedule:
 
 
 def _reduced(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    last = {
-        part.stage: i for i, step in enumerate(steps) for part in step.parts if part.kind in (Kind.B, Kind.W)
-    }
+    last = {part.stage: i for i, step in enumerate(steps) for part in step.parts if part.kind in (Kind.B, Kind.W)}
     due: set[int] = set()
     written: list[Step] = []
     for i, step in enumerate(steps):

@@ -11,6 +11,7 @@ Sends and receives are posted when reached and waited for when their data are ne
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,10 @@ from megatron_moe.parallel.gradients import GradientReducer
 from megatron_moe.parallel.tokens import TokenBatch
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 from megatron_moe.pipeline.actions import Action, Kind, Schedule, Step
+
+# Sent tensors are kept until they have left; the oldest is waited for when there are more than so many. Any number is
+# safe, for the order of a schedule with communication cannot deadlock even if every send blocks (``passes.py``).
+_MAX_SENDS = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class _InFlight:
     output_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     receives: dict[tuple[Kind, int, int], tuple[Tensor, dist.Work]] = field(default_factory=dict)
-    sends: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    sends: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -125,9 +130,7 @@ class Runtime:
         zero = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         return torch.stack([zero, *(loss.double() for loss in flight.losses)]).sum()
 
-    def _forward(
-        self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
-    ) -> None:
+    def _forward(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         key, last = (action.stage, action.microbatch), action.stage == schedule.num_stages - 1
         x = None
         if action.stage > 0:
@@ -141,9 +144,7 @@ class Runtime:
         elif schedule.rank_of(action.stage + 1) == self.ctx.pp.rank:
             flight.inputs[action.stage + 1, action.microbatch] = y.detach()
 
-    def _backward(
-        self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
-    ) -> None:
+    def _backward(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         key, last = (action.stage, action.microbatch), action.stage == schedule.num_stages - 1
         grad = None if last else self._arrived(Kind.RECV_B, key, flight.output_grads, flight)
         stage = self.stages[action.stage]
@@ -162,9 +163,7 @@ class Runtime:
             else:
                 flight.input_grads[key] = x_grad
 
-    def _weight(
-        self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
-    ) -> None:
+    def _weight(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         stage = self.stages[action.stage]
         assert stage.queue is not None
         stage.queue.drain_one()
@@ -183,19 +182,17 @@ class Runtime:
         work = dist.isend(tensor, pp.ranks[peer], group=pp.group)
         assert work is not None
         flight.sends.append((tensor, work))
+        if len(flight.sends) > _MAX_SENDS:
+            flight.sends.popleft()[1].wait()
 
-    def _receive(
-        self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
-    ) -> None:
+    def _receive(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.ctx.device)
         pp, peer = self.ctx.pp, schedule.rank_of(action.partner.stage)
         work = dist.irecv(buffer, pp.ranks[peer], group=pp.group)
         assert work is not None
         flight.receives[action.kind, action.stage, action.microbatch] = (buffer, work)
 
-    def _reduce(
-        self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight
-    ) -> None:
+    def _reduce(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         self.stages[action.stage].reducer.reduce()
 
     def _arrived(

@@ -138,9 +138,7 @@ def simulate(schedule: Schedule, durations: Durations | None = None) -> Timeline
     """
     validate(schedule)
     durations = durations or Durations()
-    explicit = any(
-        action.kind in SENDS for rank in range(schedule.num_ranks) for action in schedule.actions(rank)
-    )
+    explicit = any(action.kind in SENDS for rank in range(schedule.num_ranks) for action in schedule.actions(rank))
     ready: dict[Result, float] = {}  # when a result is there, on the rank that made it
     posted: dict[Action, float] = {}  # when a rank reached a send or a receive
     clock = [0.0] * schedule.num_ranks

@@ -79,10 +79,7 @@ def _misplaced(schedule: Schedule) -> list[str]:
 
 def _miscounted(schedule: Schedule) -> list[str]:
     counts = Counter(
-        result
-        for rank in range(schedule.num_ranks)
-        for action in schedule.actions(rank)
-        for result in results(action)
+        result for rank in range(schedule.num_ranks) for action in schedule.actions(rank) for result in results(action)
     )
     expected = {
         Result(kind, stage, microbatch)

@@ -1,7 +1,7 @@
 """Builds what a run computes with: this rank's stages of the model, their gradients, the schedule, the optimizer.
 
-    configuration + context -> layout of stages -> Decoder per stage -> GradientReducer -> AdamW
-                                       \\-> schedule (data) -> Runtime
+configuration + context -> layout of stages -> Decoder per stage -> GradientReducer -> AdamW
+                                   \\-> schedule (data) -> Runtime
 """
 
 from dataclasses import dataclass, replace
@@ -74,9 +74,7 @@ class Machine:
 def schedule_of(config: Config, pp: int, num_microbatches: int) -> Schedule:
     """The schedule of a training step with its communication; made once per number of micro-batches."""
     parallel = config.parallel
-    return _schedule(
-        parallel.pipeline_schedule, pp, num_microbatches, parallel.num_virtual_stages_per_pipeline_rank
-    )
+    return _schedule(parallel.pipeline_schedule, pp, num_microbatches, parallel.num_virtual_stages_per_pipeline_rank)
 
 
 @cache

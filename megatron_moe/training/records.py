@@ -6,10 +6,11 @@
      "moe_layers": {"layer 1": {"aux_loss": 1.01, "load_max_over_mean": 1.2, "dispatch_bytes": 8388608, ...}, ...}}
     {"iteration": 120, "evaluation": true, "valid_loss": 4.90, "valid_ppl": 134.4}
 
-Loss in nats per token; `expert_load` is each expert's share of the copies that its layer's router made; `moe_layers` has
-what the record says of all layers for each of them, and the bytes that all ranks sent in the forward pass to bring tokens
-to experts and back. `mtp_1_loss` and so on are the losses of modules of multi-token prediction, before their weight: sums
-over the tokens that have a target that far ahead, over the tokens of `lm_loss`. Numbers of a balance loss are before its coefficient.
+Loss in nats per token. `expert_load` is each expert's share of the copies that its layer's router made; `moe_layers`
+has what the record says of all layers for each of them, and the bytes that all ranks sent in the forward pass to bring
+tokens to experts and back. `mtp_1_loss` and so on are the losses of modules of multi-token prediction, before their
+weight: sums over the tokens that have a target that far ahead, over the tokens of `lm_loss`. Numbers of a balance loss
+are before its coefficient.
 """
 
 import json

@@ -33,9 +33,7 @@ class StepResult:
     mtp_losses: tuple[float, ...] = ()
 
 
-def token_batches(
-    batches: Sequence[Batch], machine: Machine, iteration: int, *, training: bool
-) -> list[TokenBatch]:
+def token_batches(batches: Sequence[Batch], machine: Machine, iteration: int, *, training: bool) -> list[TokenBatch]:
     """Micro-batches for the model, with the token counts of the global batch."""
     loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
     routed_tokens = sum(float((~batch.padding_mask).sum()) for batch in batches)

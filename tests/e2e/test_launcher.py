@@ -9,10 +9,32 @@ import pytest
 import pretrain_moe
 from megatron_moe.data.indexed_builder import IndexedDatasetBuilder
 
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --moe-ffn-hidden-size 32 --seq-length 16 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-interval 0 --lr 1e-2 --peak-tflops 1"
-).split()
+TINY = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--num-experts",
+    "4",
+    "--moe-ffn-hidden-size",
+    "32",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "4",
+    "--eval-interval",
+    "0",
+    "--lr",
+    "1e-2",
+    "--peak-tflops",
+    "1",
+]
 MOCK = ["--mock-data", "--vocab-size", "300"]
 
 

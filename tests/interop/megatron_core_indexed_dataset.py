@@ -42,9 +42,7 @@ def main() -> int:
                 our_builder.finalize()
 
             for suffix in (".bin", ".idx"):
-                assert Path(their_prefix + suffix).read_bytes() == Path(our_prefix + suffix).read_bytes(), (
-                    suffix
-                )
+                assert Path(their_prefix + suffix).read_bytes() == Path(our_prefix + suffix).read_bytes(), suffix
             read_by_us = IndexedDataset(their_prefix)
             assert read_by_us.num_documents == len(documents)
             for document_id, (tokens, _) in enumerate(documents):

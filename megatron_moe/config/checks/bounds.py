@@ -53,8 +53,7 @@ DIVISORS = frozenset(_NAMES_BY_RANGE["[1"].split())
 def out_of_range(config: Config) -> list[str]:
     """A sentence for each number outside its range."""
     return [
-        f"{typed(config, name)} is out of range; give "
-        f"{_words(bounds)}{' or none' * settings()[name].optional}."
+        f"{typed(config, name)} is out of range; give {_words(bounds)}{' or none' * settings()[name].optional}."
         for name, bounds in RANGES.items()
         if not _all_inside(config, name)
     ]

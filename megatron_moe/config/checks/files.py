@@ -13,9 +13,7 @@ def data_has_one_source(config: Config, world_size: int) -> Iterator[str]:
     """Data is one blend cut by ``--split``, or one blend per split, or made up."""
     data = config.data
     by_split = [name for name in _BY_SPLIT if getattr(data, name)]
-    given = [
-        flag for flag, used in (("--data-path", data.data_path), ("--mock-data", data.mock_data)) if used
-    ]
+    given = [flag for flag, used in (("--data-path", data.data_path), ("--mock-data", data.mock_data)) if used]
     given += [typed(config, name).split(" ")[0] for name in by_split]
     if data.mock_data and len(given) > 1:
         yield f"{' and '.join(given)} exclude each other; leave out --mock-data, or set the paths to 'none'."

@@ -37,15 +37,11 @@ def sequence_divides_over_ranks(config: Config, world_size: int) -> Iterator[str
     step, reasons = 1, []
     if cp > 1:
         step = 2 * cp
-        reasons.append(
-            f"{typed(config, 'context_parallel_size')} cuts it into {2 * cp} pieces, two for each rank"
-        )
+        reasons.append(f"{typed(config, 'context_parallel_size')} cuts it into {2 * cp} pieces, two for each rank")
     if cut_by_tp:
         step = math.lcm(step, cp * tp)
         pieces = f"it into {tp}" if cp == 1 else f"what each rank has into {tp}"
-        reasons.append(
-            f"sequence parallelism over {typed(config, 'tensor_model_parallel_size')} cuts {pieces}"
-        )
+        reasons.append(f"sequence parallelism over {typed(config, 'tensor_model_parallel_size')} cuts {pieces}")
     length = config.data.seq_length
     if length % step:
         yield (
@@ -54,9 +50,7 @@ def sequence_divides_over_ranks(config: Config, world_size: int) -> Iterator[str
         )
 
 
-def _product_divides_world(
-    config: Config, world_size: int, names: tuple[str, ...], ranks: int
-) -> Iterator[str]:
+def _product_divides_world(config: Config, world_size: int, names: tuple[str, ...], ranks: int) -> Iterator[str]:
     if world_size % ranks == 0:
         return
     etp = f"--expert-tensor-parallel-size {config.parallel.expert_tp}"

@@ -19,11 +19,7 @@ def typed(config: Config, name: str) -> str:
 def dense_ranks(config: Config) -> int:
     """tp x cp x pp: ranks that one replica of the dense parts takes."""
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size
-        * parallel.context_parallel_size
-        * parallel.pipeline_model_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
 
 
 def expert_ranks(config: Config) -> int:

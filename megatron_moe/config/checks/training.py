@@ -117,10 +117,7 @@ def warmup_ends_before_decay(config: Config, world_size: int) -> Iterator[str]:
             continue
         parts = [f"--lr-warmup-{unit} {warmup}"] if warmup else []
         parts += [f"--lr-wsd-decay-{unit} {final}"] if final else []
-        yield (
-            f"{' and '.join(parts)} do not fit into {of_what} {end}; together they may take at most {end} "
-            f"{unit}."
-        )
+        yield (f"{' and '.join(parts)} do not fit into {of_what} {end}; together they may take at most {end} {unit}.")
 
 
 def learning_rates_are_ordered(config: Config, world_size: int) -> Iterator[str]:

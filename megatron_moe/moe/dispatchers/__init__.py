@@ -1,24 +1,7 @@
-"""Dispatchers by name: how copies of tokens reach their experts."""
+"""How copies of tokens reach their experts."""
 
-from collections.abc import Callable
-
-from megatron_moe.moe.dispatchers.allgather import AllGatherDispatcher
-from megatron_moe.moe.dispatchers.alltoall import AllToAllDispatcher
 from megatron_moe.moe.dispatchers.base import Dispatched, Dispatcher
 from megatron_moe.moe.dispatchers.local import LocalDispatcher
-from megatron_moe.parallel.context import ParallelContext
-
-DISPATCHERS: dict[str, Callable[[int, ParallelContext], Dispatcher]] = {
-    "alltoall": AllToAllDispatcher,
-    "allgather": AllGatherDispatcher,
-}
-
-
-def build_dispatcher(name: str, num_experts: int, ctx: ParallelContext) -> Dispatcher:
-    """The dispatcher of a name; where every expert is on every rank there is nothing to choose."""
-    if ctx.ep.size == 1 and ctx.etp.size == 1:
-        return LocalDispatcher(num_experts)
-    return DISPATCHERS[name](num_experts, ctx)
-
+from megatron_moe.moe.dispatchers.registry import DISPATCHERS, build_dispatcher
 
 __all__ = ["DISPATCHERS", "Dispatched", "Dispatcher", "LocalDispatcher", "build_dispatcher"]

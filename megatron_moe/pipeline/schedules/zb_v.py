@@ -27,8 +27,7 @@ def generate(pp: int, num_microbatches: int, num_virtual: int) -> list[list[Step
     # belongs to micro-batches that are not there; a list without deadlock keeps that property.
     filled = max(num_microbatches, 2 * pp - 1)
     return [
-        [step for step in _rank(rank, pp, filled) if step.parts[0].microbatch < num_microbatches]
-        for rank in range(pp)
+        [step for step in _rank(rank, pp, filled) if step.parts[0].microbatch < num_microbatches] for rank in range(pp)
     ]
 
 

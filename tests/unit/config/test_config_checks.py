@@ -61,7 +61,5 @@ def test_all_problems_at_once_with_the_rules_of_others(registries: Registries) -
 
 
 def test_sizes_out_of_range_stop_the_rules_that_divide_by_them(registries: Registries) -> None:
-    found = check(
-        assemble({**GOOD, "num_attention_heads": 0, "micro_batch_size": 0, "lr": -1.0}), 1, registries
-    )
+    found = check(assemble({**GOOD, "num_attention_heads": 0, "micro_batch_size": 0, "lr": -1.0}), 1, registries)
     assert len(found) == 3 and all("out of range" in problem for problem in found)

@@ -78,6 +78,6 @@ def test_checkpoints_of_older_and_newer_versions() -> None:
     saved["moe"]["moe_no_longer_there"] = 3
     saved["no_longer_there"] = {"x": 1}
     assert compare(saved, assemble({"num_experts": 8})).must == ()
-    assert [
-        item.name for item in compare(saved, assemble({"num_experts": 8, "moe_router_topk": 4})).must
-    ] == ["moe_router_topk"]
+    assert [item.name for item in compare(saved, assemble({"num_experts": 8, "moe_router_topk": 4})).must] == [
+        "moe_router_topk"
+    ]

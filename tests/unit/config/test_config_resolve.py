@@ -52,9 +52,7 @@ def test_kinds_of_flags(registries: Registries) -> None:
 
 
 def test_yaml_values(tmp_path: Path, registries: Registries) -> None:
-    text = (
-        "bf16: true\nsplit: 010\nmoe_layer_freq: 2\nsave: null\nnum_experts: none\nlr: 1\ndata_path: [1, a]\n"
-    )
+    text = "bf16: true\nsplit: 010\nmoe_layer_freq: 2\nsave: null\nnum_experts: none\nlr: 1\ndata_path: [1, a]\n"
     text += "checkpoint:\n  # load: x\nvalid_data_path: v\ntest_data_path: none\n"
     config = resolve(["--config", write(tmp_path, "a.yaml", text)], registries).config
     assert config.training.params_dtype == "bfloat16"
@@ -101,9 +99,7 @@ FILE_ERRORS = [
 
 
 @pytest.mark.parametrize(("text", "message"), FILE_ERRORS)
-def test_file_errors_name_line_key_and_cure(
-    text: str, message: str, tmp_path: Path, registries: Registries
-) -> None:
+def test_file_errors_name_line_key_and_cure(text: str, message: str, tmp_path: Path, registries: Registries) -> None:
     path = write(tmp_path, "a.yaml", text)
     (problem,) = problems_of(["--config", path], registries)
     assert problem.startswith(f"{path}:") and message in problem
@@ -162,9 +158,7 @@ def test_parser_keeps_nothing_between_calls(registries: Registries) -> None:
     assert vars(parser.parse_args([])) == {}
 
 
-def test_help_has_every_flag_its_text_and_groups(
-    registries: Registries, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_every_flag_its_text_and_groups(registries: Registries, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         resolve(["--help"], registries, "Trains.")
     assert end.value.code == 0

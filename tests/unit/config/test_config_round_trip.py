@@ -100,16 +100,12 @@ def test_implied_values_are_said_and_stable(registries: Registries) -> None:
     assert resolved.config.training.global_batch_size == 12
     assert len(notes) == 2 and notes[0].startswith("--sequence-parallel is implied by --num-experts with")
     assert resolved.provenance["sequence_parallel"].startswith("implied by --num-experts")
-    assert (
-        resolved.provenance["global_batch_size"] == "implied by --micro-batch-size 3 x data-parallel size 4"
-    )
+    assert resolved.provenance["global_batch_size"] == "implied by --micro-batch-size 3 x data-parallel size 4"
     assert normalise(resolved.config, 8) == (resolved.config, [])
 
 
 def test_nothing_is_implied_without_a_cause() -> None:
-    dense = Config(
-        parallel=ParallelConfig(tensor_model_parallel_size=2), training=TrainingConfig(global_batch_size=4)
-    )
+    dense = Config(parallel=ParallelConfig(tensor_model_parallel_size=2), training=TrainingConfig(global_batch_size=4))
     assert normalise(dense, 2) == (dense, [])
     alone, notes = normalise(
         Config(parallel=ParallelConfig(sequence_parallel=True), training=TrainingConfig(global_batch_size=4)),

@@ -13,12 +13,12 @@ from pathlib import Path
 from megatron_moe.config.settings import sections, settings
 
 ROOT = Path(__file__).parents[3]
-SCHEMA = ROOT / "megatron_moe" / "config" / "schema.py"
+CONFIG = ROOT / "megatron_moe" / "config"
 
 
 def sources() -> Iterator[Path]:
     for path in sorted((ROOT / "megatron_moe").rglob("*.py")):
-        if SCHEMA.parent not in path.parents or path.name == "normalise.py":
+        if CONFIG not in path.parents or path.name == "normalise.py":
             yield path
     yield from sorted((ROOT / "tools").glob("*.py"))
     yield ROOT / "pretrain_moe.py"
@@ -45,14 +45,13 @@ def is_configuration(node: ast.expr) -> bool:
 def fields_behind() -> dict[str, set[str]]:
     """For each property and method of the schema the names that it reads of itself."""
     behind: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(SCHEMA.read_text())):
+    trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "schema").glob("*.py"))]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef):
             behind[node.name] = {
                 item.attr
                 for item in ast.walk(node)
-                if isinstance(item, ast.Attribute)
-                and isinstance(item.value, ast.Name)
-                and item.value.id == "self"
+                if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self"
             }
     return behind
 

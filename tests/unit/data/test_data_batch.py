@@ -53,9 +53,7 @@ def test_resets_follow_megatrons_loop(samples: list[list[int]]) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"sample 6 has token id 10, .* 10 entries \(ids 0..9\): wrong tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"sample 6 has token id 10, .* 10 entries \(ids 0..9\): wrong tokenizer"):
         collate([np.array([1, 2]), np.array([1, 10])], [5, 6], CollateOptions(10))
     with pytest.raises(ValueError, match="token id -1"):
         collate([np.array([-1, 2])], [5], CollateOptions(10))
@@ -63,9 +61,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         CollateOptions(10, eod_mask_loss=True)
 
 
-def loader(
-    source: object, num_workers: int, dp_rank: int = 0, dp_size: int = 1, micro: int = 2
-) -> StepLoader:
+def loader(source: object, num_workers: int, dp_rank: int = 0, dp_size: int = 1, micro: int = 2) -> StepLoader:
     return StepLoader(
         source,  # pyright: ignore[reportArgumentType]
         CollateOptions(100),

@@ -83,9 +83,7 @@ def test_the_wrong_tokenizer_is_refused(prefix: str, tmp_path: Path) -> None:
         build_datasets(wrong_type, seed=1, vocab_size=300)
     sidecar = read_sidecar(prefix)
     assert sidecar is not None
-    write_sidecar(
-        prefix, replace(sidecar, tokenizer_type="SentencePieceTokenizer", tokenizer_sha256="another")
-    )
+    write_sidecar(prefix, replace(sidecar, tokenizer_type="SentencePieceTokenizer", tokenizer_sha256="another"))
     with pytest.raises(ValueError, match=r"a.model is the wrong tokenizer .* another SentencePieceTokenizer"):
         build_datasets(wrong_type, seed=1, vocab_size=300)
     Path(prefix + ".json").write_text("{}")

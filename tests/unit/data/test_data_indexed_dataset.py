@@ -59,9 +59,7 @@ def test_merge_equals_writing_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     merge(parts, tmp_path / "merged")
     write(tmp_path / "whole", DOCUMENTS[:1] + DOCUMENTS[1:] * 5)
     for suffix in (".bin", ".idx"):
-        assert (
-            Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(f"{tmp_path}/whole{suffix}").read_bytes()
-        )
+        assert Path(f"{tmp_path}/merged{suffix}").read_bytes() == Path(f"{tmp_path}/whole{suffix}").read_bytes()
     assert IndexedDataset(tmp_path / "merged").num_documents == 11
     with pytest.raises(ValueError, match="holds int32"):
         merge([tmp_path / "a", write(tmp_path / "wide", DOCUMENTS, np.int32)], tmp_path / "no")

@@ -40,9 +40,7 @@ def samples(corpus: IndexedDataset, ids: range, *, seq_length: int = 16, seed: i
 
 @settings(max_examples=20, deadline=None)
 @given(seq_length=st.integers(1, 40), epoch=st.integers(0, 3))
-def test_an_epoch_predicts_every_token_at_most_once(
-    corpus: IndexedDataset, seq_length: int, epoch: int
-) -> None:
+def test_an_epoch_predicts_every_token_at_most_once(corpus: IndexedDataset, seq_length: int, epoch: int) -> None:
     _, dataset = samples(corpus, range(0), seq_length=seq_length)
     first = epoch * dataset.samples_per_epoch
     got = [dataset[i] for i in range(first, first + dataset.samples_per_epoch)]
@@ -117,9 +115,7 @@ weight_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=6)
 
 @settings(max_examples=100, deadline=None)
 @given(weights=weight_lists, start=st.integers(0, 10**9), count=st.integers(1, 300))
-def test_a_blend_keeps_its_proportions_and_skips_nothing(
-    weights: list[float], start: int, count: int
-) -> None:
+def test_a_blend_keeps_its_proportions_and_skips_nothing(weights: list[float], start: int, count: int) -> None:
     shares = np.array(weights) / sum(weights)
     dataset_ids, sample_ids = blend_indices(shares, start, count)
     again_ids, again = blend_indices(shares, start + count // 2, count)
@@ -180,9 +176,7 @@ def test_a_step_reads_the_same_samples_under_every_layout(dp_size: int, micro: i
 
 
 def test_indivisible_batches_are_explained() -> None:
-    with pytest.raises(
-        ValueError, match=r"--global-batch-size 10 .* 2 x data-parallel size 2 = 4. Use 8 or 12"
-    ):
+    with pytest.raises(ValueError, match=r"--global-batch-size 10 .* 2 x data-parallel size 2 = 4. Use 8 or 12"):
         micro_batches(0, 10, 2, 0, 2)
 
 

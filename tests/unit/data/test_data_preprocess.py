@@ -69,8 +69,7 @@ def test_one_and_two_workers_write_the_same_bytes(tmp_path: Path, jsonl: Path) -
         one = (tmp_path / f"one{suffix}").read_bytes()
         assert (tmp_path / f"two{suffix}").read_bytes() == one == (tmp_path / f"whole{suffix}").read_bytes()
     assert names(tmp_path) == sorted(
-        ["input.jsonl"]
-        + [f"{name}.{suffix}" for name in ("one", "two", "whole") for suffix in ("bin", "idx", "json")]
+        ["input.jsonl"] + [f"{name}.{suffix}" for name in ("one", "two", "whole") for suffix in ("bin", "idx", "json")]
     )
     sidecar = read_sidecar(tmp_path / "one")
     assert sidecar is not None

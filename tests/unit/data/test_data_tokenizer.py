@@ -73,9 +73,7 @@ def test_training_is_deterministic(models: dict[str, str | None], tmp_path: Path
     source = str(first.parent / "input.jsonl")
     arguments = ["--input", source, "--vocab-size", "400", "--model-prefix", str(tmp_path / "again")]
     assert train_tokenizer(arguments) == 0
-    ours, again = (
-        build_tokenizer("SentencePieceTokenizer", str(m)) for m in (first, tmp_path / "again.model")
-    )
+    ours, again = (build_tokenizer("SentencePieceTokenizer", str(m)) for m in (first, tmp_path / "again.model"))
     assert ours.encode(TEXT) == again.encode(TEXT)
 
 

@@ -55,12 +55,7 @@ def test_bad_profiles_are_refused_with_their_line(tmp_path: Path, lines: list[st
 
 
 def test_tool_reports_bubble_closed_form_and_peaks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            ["--schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "8", "--virtual", "2", "--text"]
-        )
-        == 0
-    )
+    assert main(["--schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "8", "--virtual", "2", "--text"]) == 0
     out = capsys.readouterr().out
     assert "interleaved-1f1b: 4 ranks, 8 micro-batches, 2 stages per rank" in out
     assert "bubble of the step   4.5 of 28.5 (15.8%)" in out
@@ -74,9 +69,7 @@ def test_tool_reports_bubble_closed_form_and_peaks(capsys: pytest.CaptureFixture
     assert "7F0 7B0" in out
 
 
-def test_tool_draws_a_recorded_run_with_communication(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tool_draws_a_recorded_run_with_communication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sending is not computing: each rank is idle for 1 s of 3."""
     records = [
         (0, "0F0", 5, 6),
@@ -96,9 +89,7 @@ def test_tool_draws_a_recorded_run_with_communication(
     assert picture.stat().st_size > 5000
 
 
-def test_tool_prints_timelines_that_it_can_draw_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tool_prints_timelines_that_it_can_draw_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "zb-v", "--pp", "2", "--microbatches", "4", "--json"]) == 0
     path = tmp_path / "timeline.jsonl"
     path.write_text(capsys.readouterr().out)
@@ -116,9 +107,7 @@ def test_tool_prints_timelines_that_it_can_draw_again(
         (["--profile", "does/not/exist.jsonl"], "does/not/exist.jsonl"),
     ],
 )
-def test_tool_refuses_with_a_sentence(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tool_refuses_with_a_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert message in capsys.readouterr().err
 

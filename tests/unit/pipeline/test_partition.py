@@ -87,8 +87,7 @@ def test_layout_problems_are_sentences_with_flags() -> None:
 
 def stage_costs(stages: tuple[StageLayout, ...], costs: list[int], embedding: int, head: int) -> list[int]:
     return [
-        sum(costs[i] for i in stage.layer_ids) + embedding * stage.embedding + head * stage.head
-        for stage in stages
+        sum(costs[i] for i in stage.layer_ids) + embedding * stage.embedding + head * stage.head for stage in stages
     ]
 
 
@@ -99,9 +98,7 @@ def stage_costs(stages: tuple[StageLayout, ...], costs: list[int], embedding: in
     st.integers(0, 12),
     st.integers(1, 5),
 )
-def test_balance_is_the_best_cut_there_is(
-    costs: list[int], embedding: int, head: int, num_stages: int
-) -> None:
+def test_balance_is_the_best_cut_there_is(costs: list[int], embedding: int, head: int, num_stages: int) -> None:
     if len(costs) < num_stages - 2:
         with pytest.raises(LayoutError, match=f"cannot be cut into {num_stages} pipeline stages"):
             balance(costs, embedding, head, num_stages)

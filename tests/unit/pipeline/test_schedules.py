@@ -54,9 +54,7 @@ def test_bubble_of_zb_h1_when_weight_gradients_are_longer() -> None:
 def test_bubbles_of_the_v_schedules(pp: int, m: int) -> None:
     zb_v = timed(make_schedule("zb-v", pp, m), EQUAL)
     assert zb_v.span_bubble == pytest.approx([0.0] * pp)
-    assert zb_v.step_bubble == pytest.approx(
-        [(pp - 1) / 2] * pp
-    )  # what remains is the start, half a stage a rank
+    assert zb_v.step_bubble == pytest.approx([(pp - 1) / 2] * pp)  # what remains is the start, half a stage a rank
     assert timed(make_schedule("dualpipe-v", pp, m), EQUAL).step_bubble == pytest.approx([pp - 1] * pp)
 
 
@@ -92,9 +90,7 @@ def test_peak_activations(pp: int, m: int) -> None:
 
     assert peaks("gpipe") == [m] * pp
     assert peaks("1f1b") == [min(m, pp - i) for i in range(pp)]
-    assert peaks("interleaved-1f1b", 3, 3 * pp) == [
-        min(9 * pp, 2 * (pp - i - 1) + 2 * pp + 1) for i in range(pp)
-    ]
+    assert peaks("interleaved-1f1b", 3, 3 * pp) == [min(9 * pp, 2 * (pp - i - 1) + 2 * pp + 1) for i in range(pp)]
     if m >= 2 * pp:
         assert peaks("zb-h1") == [(pp - i) + 0.5 * i for i in range(pp)]
         assert max(peaks("zb-v")) == 2 * pp  # two stages per rank: p micro-batches of a rank
@@ -123,9 +119,7 @@ def test_every_admitted_schedule_is_valid_and_finishes(schedule: Schedule) -> No
     complete = add_grad_reduction(add_communication(schedule))
     prove_no_deadlock(complete)
     assert simulate(complete).length == pytest.approx(plain.length)  # communication is free here
-    reductions = [
-        a.stage for r in range(schedule.num_ranks) for a in complete.actions(r) if a.kind is Kind.REDUCE_GRAD
-    ]
+    reductions = [a.stage for r in range(schedule.num_ranks) for a in complete.actions(r) if a.kind is Kind.REDUCE_GRAD]
     assert sorted(reductions) == list(range(schedule.num_stages))
 
 
@@ -158,9 +152,7 @@ def test_pairs_of_dualpipe_v_never_hold_one_microbatch_twice() -> None:
         ("2f2b", 2, 4, None, ["--pipeline-schedule 2f2b is not known", "dualpipe-v"]),
     ],
 )
-def test_refusals_name_flag_value_and_way_out(
-    name: str, pp: int, m: int, v: int | None, words: list[str]
-) -> None:
+def test_refusals_name_flag_value_and_way_out(name: str, pp: int, m: int, v: int | None, words: list[str]) -> None:
     with pytest.raises(ScheduleError) as error:
         make_schedule(name, pp, m, v)
     for word in words:
@@ -195,7 +187,5 @@ def torch_ranks(name: str, pp: int, m: int, v: int) -> list[str]:
 def test_same_order_as_torch(name: str, pp: int, m: int) -> None:
     ours, theirs = str(make_schedule(name, pp, m, 2)).splitlines(), torch_ranks(name, pp, m, 2)
     if name == "zb-v":  # The last weight gradients, which nobody waits for, may come in another order.
-        ours, theirs = (
-            [[a for a in line.split() if "W" not in a] for line in lines] for lines in (ours, theirs)
-        )
+        ours, theirs = ([[a for a in line.split() if "W" not in a] for line in lines] for lines in (ours, theirs))
     assert ours == theirs

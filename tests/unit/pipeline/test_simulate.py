@@ -49,9 +49,7 @@ def test_schedule_text_round_trips() -> None:
     assert parse_schedule(str(schedule), "dualpipe-v", 7, 6, "v") == schedule
 
 
-@pytest.mark.parametrize(
-    "text", ["", "F0", "1F", "1X0", "1F0 ", "-1F0", "1REDUCE_GRAD3", "(1F0)", "(1B0;1F0)"]
-)
+@pytest.mark.parametrize("text", ["", "F0", "1F", "1X0", "1F0 ", "-1F0", "1REDUCE_GRAD3", "(1F0)", "(1B0;1F0)"])
 def test_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not a"):
         parse(text)
@@ -93,10 +91,7 @@ def test_a_receive_that_is_reached_late_holds_up_the_transfer() -> None:
     slow = Durations(comm=0.5)
     early = written("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0", 1, 2)
     assert simulate(early, slow).length == 1 + 0.5 + 1 + 2 + 0.5 + 2
-    text = (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
-        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
-    )
+    text = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
     late = {str(event.step): event.start for event in simulate(written(text, 2, 2), slow).events}
     assert late["1F1"] == 3.0  # sent at 2, received from 2.5 on, when 1F0 has ended
 
@@ -115,17 +110,12 @@ def test_a_rank_that_waits_for_itself_is_named() -> None:
 
 def test_sends_that_block_each_other_are_refused() -> None:
     """Both ranks send first: fine if sends are asynchronous, a deadlock if they block."""
-    text = (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
-    )
+    text = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
     crossed = written(text, 2, 2)
     simulate(crossed)
     with pytest.raises(DeadlockError) as error:
         prove_no_deadlock(crossed)
-    expected = (
-        "rank 0 waits at 0SEND_F1 for 1RECV_F1 of rank 1; rank 1 waits at 1SEND_B0 for 0RECV_B0 of rank 0"
-    )
+    expected = "rank 0 waits at 0SEND_F1 for 1RECV_F1 of rank 1; rank 1 waits at 1SEND_B0 for 0RECV_B0 of rank 0"
     assert expected in str(error.value)
 
 

@@ -33,9 +33,7 @@ def test_entropy_of_uniform_and_skewed_counts() -> None:
     assert unigram_entropy(np.array([3, 1])) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-@pytest.mark.parametrize(
-    ("losses", "status"), [([2.0, 1.3], 0), ([1.3, 2.0], 1), ([float("nan")], 1), ([], 1)]
-)
+@pytest.mark.parametrize(("losses", "status"), [([2.0, 1.3], 0), ([1.3, 2.0], 1), ([float("nan")], 1), ([], 1)])
 def test_last_validation_loss_decides(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], status: int
 ) -> None:

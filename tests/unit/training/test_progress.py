@@ -64,9 +64,7 @@ def test_time_left_forgets_the_first_step() -> None:
     assert stream.getvalue().splitlines()[1] == "iter 2/12 | 0:10 left"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(59.6, "1:00"), (3725, "1:02:05"), (90061, "1d 1:01:01"), (-1, "0:00")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(59.6, "1:00"), (3725, "1:02:05"), (90061, "1d 1:01:01"), (-1, "0:00")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
