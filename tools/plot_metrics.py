@@ -77,11 +77,11 @@ def read_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the --save folder of a run.")
     records = read_records(path)
-    training = [record for record in records if not record.get("evaluation")]
+    training = [record for record in records if "lm_loss" in record]
     if not training:
         raise ValueError(f"{path} holds no training record yet.")
     name = run_dir.resolve().name
-    return Run(name, training, [record for record in records if record.get("evaluation")])
+    return Run(name, training, [record for record in records if "valid_loss" in record])
 
 
 def plot(runs: list[Run], reference_loss: float | None, reference_name: str) -> Figure:

@@ -45,7 +45,7 @@ def last_valid_loss(run_dir: Path) -> float:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --run takes the --save folder of a run.")
-    losses = [record["valid_loss"] for record in read_records(path) if record.get("evaluation")]
+    losses = [record["valid_loss"] for record in read_records(path) if "valid_loss" in record]
     if not losses:
         raise ValueError(f"{path} holds no evaluation. Train with --eval-interval.")
     return losses[-1]

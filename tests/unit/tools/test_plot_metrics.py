@@ -19,6 +19,8 @@ def write_run(folder: Path, layers: tuple[int, ...]) -> Path:
             record["expert_load"] = {f"layer {layer}": [0.75, 0.25] for layer in layers}
         lines.append(json.dumps(record))
     lines.append(json.dumps({"iteration": 60, "evaluation": True, "valid_loss": 6.5}))
+    lines.append(json.dumps({"iteration": 60, "evaluation": True, "test_loss": 6.6}))
+    lines.append(json.dumps({"iteration": 60, "event": "skip", "message": "skipped the batch"}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
