@@ -11,7 +11,6 @@ Sends and receives are posted when reached and waited for when their data are ne
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,10 +24,6 @@ from megatron_moe.parallel.gradients import GradientReducer
 from megatron_moe.parallel.tokens import TokenBatch
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 from megatron_moe.pipeline.actions import Action, Kind, Schedule, Step
-
-# Sent tensors are kept until they have left; the oldest is waited for when there are more than so many. Any number is
-# safe, for the order of a schedule with communication cannot deadlock even if every send blocks (``passes.py``).
-_MAX_SENDS = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class _InFlight:
     output_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     receives: dict[tuple[Kind, int, int], tuple[Tensor, dist.Work]] = field(default_factory=dict)
-    sends: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
+    sends: dict[tuple[Kind, int, int], tuple[Tensor, dist.Work]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -123,9 +118,8 @@ class Runtime:
             self.num_done += 1
             if self.recorded is not None:
                 self.recorded.append(Recorded(self.current, start - begin, time.perf_counter() - begin))
-        with self.ctx.traffic.waiting():
-            for _, work in flight.sends:
-                work.wait()
+        for key in list(flight.sends):
+            self._has_left(key, flight)
         self.current = "idle"
         zero = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         return torch.stack([zero, *(loss.double() for loss in flight.losses)]).sum()
@@ -147,6 +141,7 @@ class Runtime:
     def _backward(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         key, last = (action.stage, action.microbatch), action.stage == schedule.num_stages - 1
         grad = None if last else self._arrived(Kind.RECV_B, key, flight.output_grads, flight)
+        self._has_left((Kind.SEND_F, *key), flight)  # the gradient has come back, so there is nothing to wait for
         stage = self.stages[action.stage]
         deferring = nullcontext()
         if action.kind is Kind.I:
@@ -176,14 +171,16 @@ class Runtime:
                 del flight.outputs[key]
         else:
             tensor = flight.input_grads.pop(key)
+        if action.kind is Kind.SEND_B or not torch.is_grad_enabled():
+            # One in flight is enough; to wait for it is safe, for the order cannot deadlock even if every send blocks.
+            for earlier in [k for k in flight.sends if k[:2] == (action.kind, action.stage)]:
+                self._has_left(earlier, flight)
         tensor = tensor.contiguous()
         pp, peer = self.ctx.pp, schedule.rank_of(action.partner.stage)
         pp.traffic.add(pp.name, "send", tensor.numel() * tensor.element_size())
         work = dist.isend(tensor, pp.ranks[peer], group=pp.group)
         assert work is not None
-        flight.sends.append((tensor, work))
-        if len(flight.sends) > _MAX_SENDS:
-            flight.sends.popleft()[1].wait()
+        flight.sends[action.kind, *key] = (tensor, work)
 
     def _receive(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.ctx.device)
@@ -194,6 +191,13 @@ class Runtime:
 
     def _reduce(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         self.stages[action.stage].reducer.reduce()
+
+    def _has_left(self, key: tuple[Kind, int, int], flight: _InFlight) -> None:
+        """Let a sent tensor go, once it is on its way."""
+        sent = flight.sends.pop(key, None)
+        if sent is not None:
+            with self.ctx.traffic.waiting():
+                sent[1].wait()
 
     def _arrived(
         self, kind: Kind, key: tuple[int, int], handed_over: dict[tuple[int, int], Tensor], flight: _InFlight
