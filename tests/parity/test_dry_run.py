@@ -116,7 +116,7 @@ def _check(config: Config, world_size: int, ranks: RankPool) -> None:
         assert dry.traffic == traffic
         assert dry.state == state
         if peak is not None:
-            # A forced skew of few tokens rounds differently from micro-batch to micro-batch; the plan's is always the same.
+            # A forced skew of few tokens rounds differently from micro-batch to micro-batch; the plan has one of them.
             tolerance = 0.08 if config.moe.moe_router == "force_skewed" else 0.05
             assert dry.peak_activations == pytest.approx(peak, rel=tolerance)
 
