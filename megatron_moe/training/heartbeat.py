@@ -109,7 +109,7 @@ class Heartbeat:
         except (RuntimeError, OSError):
             return "\n  lost contact with the store at MASTER_ADDR: rank 0's host, or the launcher, is gone"
         silent = {r for r, beat in after.items() if beat.beats == before[r].beats and r != self._ctx.rank}
-        return describe(after, silent)
+        return describe(before, silent)  # where they were first: by now some may be leaving too
 
     def _read(self, store: dist.TCPStore) -> dict[int, Beat]:
         return {r: Beat(**json.loads(store.get(f"{self._prefix}/{r}"))) for r in self._ctx.world.ranks}
