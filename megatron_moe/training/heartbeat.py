@@ -88,13 +88,19 @@ class Heartbeat:
         except (RuntimeError, OSError):
             return  # the store went with its host: ``report`` finds that out and says so
 
+    def _beat_on(self, store: dist.TCPStore, times: int) -> None:
+        """Let time pass, and not fall silent in it."""
+        for _ in range(times):
+            time.sleep(INTERVAL_SECONDS)
+            self._beat(store)
+
     def _end(self, store: dist.TCPStore) -> None:
         """Say where every rank is, unless another rank does, and leave."""
         if store.add(f"{self._prefix}/told", 1) == 1:
             story = f"error on {self._ctx.describe()}: nothing has moved here for {self._last.still:.0f} s"
             print(f"{story}{self.report()}", file=sys.stderr, flush=True)
         else:
-            time.sleep(5 * INTERVAL_SECONDS)  # a launcher ends all ranks when one does: let the other finish its story
+            self._beat_on(store, 5)  # a launcher ends all ranks when one does: let the other finish its story
         os._exit(EXIT_HUNG)
 
     def report(self) -> str:
@@ -104,7 +110,7 @@ class Heartbeat:
         try:
             store = self._connect()
             before = self._read(store)
-            time.sleep(3 * INTERVAL_SECONDS)
+            self._beat_on(store, 3)
             after = self._read(store)
         except (RuntimeError, OSError):
             return "\n  lost contact with the store at MASTER_ADDR: rank 0's host, or the launcher, is gone"
