@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_moe
 from tests.helpers.running import TINY, losses, tiny_run
 
 ROOT = Path(__file__).parents[2]
@@ -65,5 +66,13 @@ def test_worlds_that_shrink_and_grow_go_on_as_one_process(tmp_path: Path) -> Non
     expected, found = losses(tmp_path / "one"), losses(save)
     assert sorted(found) == sorted(expected) == list(range(1, 21))
     assert [found[i] for i in found] == pytest.approx([expected[i] for i in found], rel=1e-9)
-    status, said = launch(5, save, flags)
-    assert status == 1 and "--global-batch-size 12 is not a multiple of" in said and "data-parallel size 5" in said
+
+
+def test_a_world_that_cannot_share_the_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    monkeypatch.setenv("RANK", "0")
+    assert pretrain_moe.main(f"{TINY} --save {tmp_path} --global-batch-size 12 --elastic".split()) == 2
+    said = capsys.readouterr().err
+    assert "--global-batch-size 12 is not a multiple of" in said and "data-parallel size 5" in said
