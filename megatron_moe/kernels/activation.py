@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -17,20 +18,34 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, which keeps its two inputs alone for the backward pass."""
+    """silu(gate) * up * weight, which keeps its inputs alone and writes both gradients into one tensor."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: FunctionCtx, x_PF: Tensor, weights_1: Tensor | None) -> Tensor:
+        gate, up = x_PF.unbind(-2)
+        ctx.save_for_backward(x_PF, weights_1)
+        y = F.silu(gate).mul_(up)
+        return y if weights_1 is None else y.mul_(weights_1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        gate, up = ctx.saved_tensors  # type: ignore[attr-defined]
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        x_PF, weights_1 = ctx.saved_tensors  # type: ignore[attr-defined]
+        gate, up = x_PF.unbind(-2)
+        grad_PF, grad_weights, work = torch.empty_like(x_PF), None, F.silu(gate)
+        grad_gate, grad_up = grad_PF.unbind(-2)
+        torch.mul(grad, work, out=grad_up)
+        torch.mul(grad, up, out=work)
+        if weights_1 is not None:
+            grad_weights = torch.mul(grad_up, up, out=grad_gate).sum(-1, keepdim=True)
+            grad_up.mul_(weights_1)
+            work.mul_(weights_1)
+        torch.ops.aten.silu_backward.grad_input(work, gate, grad_input=grad_gate)
+        return grad_PF, grad_weights
 
 
-def activate(x_PF: Tensor, name: str, *, clamp: float | None = None, offset: float = 0.0) -> Tensor:
+def activate(
+    x_PF: Tensor, name: str, *, clamp: float | None = None, offset: float = 0.0, weights_1: Tensor | None = None
+) -> Tensor:
     """Apply an activation.
 
     Args:
@@ -38,17 +53,23 @@ def activate(x_PF: Tensor, name: str, *, clamp: float | None = None, offset: flo
         name: as in ``--activation``.
         clamp: gated: the gate is cut at this, up at plus and minus this.
         offset: gated: added to up.
+        weights_1: [..., 1] factors of the result.
 
     Returns:
         [..., F].
     """
+    if name == "swiglu" and clamp is None and offset == 0:
+        return _SwiGLU.apply(x_PF, weights_1)  # type: ignore[return-value]
+    y = _activate(x_PF, name, clamp, offset)
+    return y if weights_1 is None else y * weights_1
+
+
+def _activate(x_PF: Tensor, name: str, clamp: float | None, offset: float) -> Tensor:
     if x_PF.shape[-2] == 1:
         return _POINTWISE[name](x_PF[..., 0, :])
-    gate, up = x_PF[..., 0, :], x_PF[..., 1, :]
+    gate, up = x_PF.unbind(-2)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     if offset:
         up = up + offset
-    if name == "swiglu":
-        return _SwiGLU.apply(gate, up)  # type: ignore[return-value]
     return _POINTWISE[name](gate) * up

@@ -69,11 +69,24 @@ def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, counts_L: Te
     return out_RI
 
 
-def grouped_outer_product(grad_RO: Tensor, rows_RI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
-    """Gradient of the weights: [R, O], [R, I] -> [L, O, I]; zero for an expert without rows."""
+def add_grouped_outer_product(
+    out_LOI: Tensor, grad_RO: Tensor, rows_RI: Tensor, counts_L: Tensor, backend: str, beta: float
+) -> None:
+    """Gradient of the weights, [R, O], [R, I] -> out [L, O, I] = beta out + product; none for an expert without rows.
+
+    Args:
+        beta: 0 overwrites whatever is there, 1 adds.
+    """
     if backend == "grouped_mm":
-        return F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
-    out_LOI = grad_RO.new_zeros(counts_L.numel(), grad_RO.shape[1], rows_RI.shape[1])
-    for expert, start, stop in _runs(counts_L):
-        torch.mm(grad_RO[start:stop].T, rows_RI[start:stop], out=out_LOI[expert])
-    return out_LOI
+        product_LOI = F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
+        out_LOI.copy_(product_LOI) if beta == 0 else out_LOI.add_(product_LOI)
+        return
+    runs, same_type = _runs(counts_L), out_LOI.dtype == grad_RO.dtype
+    if beta == 0 and not (same_type and len(runs) == len(out_LOI)):
+        out_LOI.zero_()
+    for expert, start, stop in runs:
+        out_OI, transposed, rows = out_LOI[expert], grad_RO[start:stop].T, rows_RI[start:stop]
+        if same_type:
+            torch.addmm(out_OI, transposed, rows, beta=beta, out=out_OI)
+        else:
+            out_OI += transposed @ rows

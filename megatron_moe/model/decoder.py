@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import Config
@@ -54,6 +55,8 @@ class OutputLayer(nn.Module):
         tied = not model.untie_embeddings_and_output_weights
         # Not registered here when it is the embedding's own: one parameter, one owner.
         self._embedding_weight = [embedding.weight] if tied and embedding is not None else []
+        # Used more than once in a pass: autograd adds up what reducers count as one gradient.
+        self.weight_is_shared = bool(self._embedding_weight) or bool(model.mtp_num_layers)
         self.weight: ShardedParameter | None = None
         if not self._embedding_weight:
             spec = replace(self.spec, tied=True, copy=True, name=EMBEDDING_NAME) if tied else self.spec
@@ -67,7 +70,7 @@ class OutputLayer(nn.Module):
         """The same of rows that are normalised already."""
         x_SBD = enter_tp(x_SBD, self.ctx, self.sequence_parallel)
         weight = self._embedding_weight[0] if self.weight is None else self.weight
-        return linear(x_SBD, weight, None, None)
+        return F.linear(x_SBD, weight) if self.weight_is_shared else linear(x_SBD, weight, None, None)
 
 
 def _vocabulary(config: Config, ctx: ParallelContext) -> ShardSpec:

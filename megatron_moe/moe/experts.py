@@ -15,11 +15,11 @@ from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
-from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped product whose backward may leave the weights' gradient in the stage's queue."""
+    """Grouped product whose backward accumulates the weights' gradient, or leaves it in the stage's queue."""
 
     @staticmethod
     def forward(
@@ -37,18 +37,15 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows_RI, weight, counts_L = ctx.saved_tensors  # type: ignore[attr-defined]
-        backend, parameter = ctx.backend, ctx.parameter  # type: ignore[attr-defined]
-        queue: WeightGradientQueue | None = ctx.queue  # type: ignore[attr-defined]
+        backend: str = ctx.backend  # type: ignore[attr-defined]
         grad_RO = grad_RO.contiguous()
         grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), counts_L, backend)
 
-        def weight_gradient() -> Tensor:
-            return grouped.grouped_outer_product(grad_RO, rows_RI, counts_L, backend).view(parameter.shape)
+        def write(out: Tensor, beta: float) -> None:
+            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, counts_L, backend, beta)
 
-        if queue is not None and queue.deferring:
-            queue.push(lambda: parameter.accumulate(weight_gradient()))
-            return grad_RI, None, None, None, None
-        return grad_RI, weight_gradient(), None, None, None
+        gradient = leave_gradient(ctx.parameter, write, ctx.queue)  # type: ignore[attr-defined]
+        return grad_RI, gradient, None, None, None
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -106,7 +103,7 @@ class Experts(nn.Module):
             experts_R = _experts_of_rows(counts_L, hidden)
             hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
         hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
-        hidden_RF = activate(hidden_RPF, self.activation, **self.activation_options) * weights_R1
+        hidden_RF = activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
         y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[assignment]
         if self.fc2_bias is None or experts_R is None:
             return y_RD

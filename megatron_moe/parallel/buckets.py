@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import Axis, ParallelContext
-from megatron_moe.parallel.sharding import ShardedParameter
+from megatron_moe.parallel.sharding import GradientWriter, ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Bucket:
         self._work: dist.Work | None = None
         self._received: Tensor | None = None
         self._contributions = 0  # gradients accumulated in this step
+        self._untouched = set(parameters)  # no gradient is in their part of the buffer yet, but garbage
         if self.num_shards > 1 and sharding.gradients:
             _free(self.grads)
         if self.num_shards > 1 and sharding.parameters:
@@ -84,16 +85,19 @@ class Bucket:
             offset += p.numel()
         return offsets
 
-    def accumulate(self, parameter: ShardedParameter, grad: Tensor, num_microbatches: int) -> None:
-        """Add a gradient; begin to reduce when the last one due is there.
+    def accumulate(self, parameter: ShardedParameter, write: GradientWriter, num_microbatches: int) -> None:
+        """Let a gradient be written or added; begin to reduce when the last one due is there.
+
+        The first of a step overwrites, so that nobody has to clear the buffer and a product can go straight into it.
 
         Sharded gradients are reduced after as many contributions as a micro-batch makes. Where a schedule defers
         weight gradients these may belong to two micro-batches, which a sum does not mind.
         """
         if _is_free(self.grads):
             _allocate(self.grads)
-            self.grads.zero_()
-        parameter.main_grad.add_(grad)
+            self._forget()
+        write(parameter.main_grad, 0.0 if parameter in self._untouched else 1.0)
+        self._untouched.discard(parameter)
         self._contributions += 1
         per_microbatch = sum(p.gradients_per_microbatch for p in self.parameters)
         if self.sharding.gradients:
@@ -108,6 +112,9 @@ class Bucket:
         if self.reducing or _is_free(self.grads):
             return
         self.reducing = True
+        for parameter in self._untouched:
+            parameter.main_grad.zero_()
+        self._untouched.clear()
         if self.num_shards == 1:
             self._work = collectives.start_sum(self.grads, self.axis)
         else:
@@ -126,7 +133,7 @@ class Bucket:
             if self.sharding.gradients:
                 _free(self.grads)
             else:
-                self.grads.zero_()
+                self._forget()
 
     def sum_copies(self, ends: Axis) -> None:
         """Add up the gradients of a tensor that the first and the last stage both hold."""
@@ -153,9 +160,14 @@ class Bucket:
     def zero(self) -> None:
         """Forget the gradients."""
         if not _is_free(self.grads):
-            self.grads.zero_()
-        self.shard_grads.zero_()
+            self._forget()
+        if self.num_shards > 1:
+            self.shard_grads.zero_()
         self._contributions = 0
+
+    def _forget(self) -> None:
+        self._untouched = set(self.parameters)
+        self.grads[self.total :].zero_()
 
     def pieces(self, ctx: ParallelContext) -> Iterator[Piece]:
         """What this rank's optimizer owns of each parameter, where that is anything."""

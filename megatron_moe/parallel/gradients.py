@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from megatron_moe.parallel.buckets import Bucket, Piece, Sharding
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.sharding import ShardedParameter
+from megatron_moe.parallel.sharding import GradientWriter, ShardedParameter
 
 BUCKET_NUMEL = 1 << 25  # 32 Mi elements: large enough for bandwidth, small enough to begin early
 
@@ -60,8 +60,8 @@ class GradientReducer:
                     p.register_post_accumulate_grad_hook(_collect)  # type: ignore[arg-type]
                 yield bucket
 
-    def _accumulator(self, parameter: ShardedParameter, bucket: Bucket) -> Callable[[Tensor], None]:
-        return lambda grad: bucket.accumulate(parameter, grad, self._num_microbatches)
+    def _accumulator(self, parameter: ShardedParameter, bucket: Bucket) -> Callable[[GradientWriter], None]:
+        return lambda write: bucket.accumulate(parameter, write, self._num_microbatches)
 
     def begin_step(self, num_microbatches: int) -> None:
         """Forget the gradients of the last step; every parameter will get one from each micro-batch."""
@@ -96,8 +96,10 @@ class GradientReducer:
 
 def _collect(parameter: ShardedParameter) -> None:
     """Move what autograd produced into the accumulated gradient, in that one's precision."""
-    if parameter.grad is not None:  # None: the schedule deferred it, and the queue accumulates it later
-        parameter.accumulate(parameter.grad)
+    gradient = parameter.grad
+    if gradient is not None:  # None: the operation has accumulated it already, or the queue will
+        assert parameter.accumulate is not None
+        parameter.accumulate(lambda out, beta: out.copy_(gradient) if beta == 0 else out.add_(gradient))
         parameter.grad = None
 
 

@@ -16,16 +16,16 @@ from torch.autograd.function import FunctionCtx
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
-from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient, write_product
 
 _DEFAULT = Initial()
 
 
 class _DeferrableLinear(torch.autograd.Function):
-    """A linear whose backward computes the input's gradient and may leave the weight's in the queue."""
+    """A linear whose backward computes the input's gradient and accumulates the weight's, or leaves it in the queue."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: ShardedParameter, queue: WeightGradientQueue) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: ShardedParameter, queue: WeightGradientQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter, ctx.queue = weight, queue  # type: ignore[attr-defined]
         return F.linear(x, weight.flatten(0, -2))
@@ -33,25 +33,20 @@ class _DeferrableLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        parameter: ShardedParameter = ctx.parameter  # type: ignore[attr-defined]
-        queue: WeightGradientQueue = ctx.queue  # type: ignore[attr-defined]
         grad_x = grad.matmul(weight.flatten(0, -2)) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
 
-        def weight_gradient() -> Tensor:
-            return grad.flatten(0, -2).T.matmul(x.flatten(0, -2)).view(parameter.shape)
+        def write(out: Tensor, beta: float) -> None:
+            write_product(out.flatten(0, -2), grad.flatten(0, -2).T, x.flatten(0, -2), beta)
 
-        if queue.deferring:
-            queue.push(lambda: parameter.accumulate(weight_gradient()))
-            return grad_x, None, None
-        return grad_x, weight_gradient(), None
+        return grad_x, leave_gradient(ctx.parameter, write, ctx.queue), None  # type: ignore[attr-defined]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradientQueue | None) -> Tensor:
     """``x @ W.T + bias`` with all dims of the weight but the last flattened into rows.
 
-    With a queue, the schedule may defer the weight's gradient.
+    With a queue, the schedule may defer the weight's gradient. A part of a parameter, which is no leaf, has no queue.
     """
-    if queue is None:
+    if not isinstance(weight, ShardedParameter):
         return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
     y: Tensor = _DeferrableLinear.apply(x, weight, queue)  # type: ignore[assignment]
     return y if bias is None else y + bias.flatten()
@@ -91,7 +86,6 @@ class ColumnParallelLinear(nn.Module):
         """x [S, B, D], gathered already (several column layers share one gather) -> [S, B, rows of this rank]."""
         if rows is None:
             return linear(x, self.weight, self.bias, self.queue)
-        # A part of a whole weight is no leaf: its gradient is not deferred.
         return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows], None)
 
 

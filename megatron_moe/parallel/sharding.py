@@ -100,24 +100,30 @@ class ShardSpec:
         return ctx.stage.size // prod(ctx.axis(axis).size for axis, _ in self.shards)
 
 
+GradientWriter = Callable[[Tensor, float], None]
+"""``write(out, beta)``: out = beta out + gradient, of the parameter's shape; with beta 0 ``out`` may hold anything."""
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter that knows its placement.
 
     Attributes:
-        main_grad: this piece's accumulated gradient, float32 or float64.
-        accumulate: adds a gradient to it; may begin the reduction of the bucket it completes.
+        main_grad: this piece's accumulated gradient, float32 or float64; garbage until the step's first one is there.
+        accumulate: lets a gradient be written into it, ``write(main_grad, beta)``, where beta 0 overwrites and beta 1
+            adds; may begin the reduction of the bucket it completes. None where nobody collects gradients.
         gradients_per_microbatch: how many backward passes of a micro-batch reach it; two for a tied embedding whose
             output layer is another stage on the same rank.
     """
 
     spec: ShardSpec
     main_grad: Tensor
-    accumulate: Callable[[Tensor], None]
+    accumulate: Callable[[GradientWriter], None] | None
     gradients_per_microbatch: int
 
     def __new__(cls, data: Tensor, spec: ShardSpec) -> "ShardedParameter":
         parameter = torch.Tensor._make_subclass(cls, data, True)
         parameter.spec = spec
+        parameter.accumulate = None
         parameter.gradients_per_microbatch = 1
         return parameter
 

@@ -50,33 +50,33 @@ class VocabParallelEmbedding(nn.Module):
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from a shard of the logits; softmax statistics are reduced over tp, logits never are.
 
-    Three reductions of [tokens] numbers: maximum, sum of exponentials, logit of the label.
+    Three reductions of [tokens] numbers: maximum, sum of exponentials, logit of the label. Logits are the largest
+    tensor of a step, so there is one of that size: exponentials are put in their place, and later the gradient.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, logits_NV: Tensor, labels_N: Tensor, first_row: int, num_rows: int, axis: Axis
     ) -> Tensor:
-        work_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        work_NV = logits_NV.detach().to(torch.promote_types(logits_NV.dtype, torch.float32))
         if num_rows < work_NV.shape[1]:  # padding rows are no tokens
-            work_NV = work_NV.index_fill(1, torch.arange(num_rows, work_NV.shape[1], device=work_NV.device), -torch.inf)
+            work_NV[:, num_rows:] = -torch.inf
         peak_N = collectives.max_(work_NV.amax(1), axis)
-        exp_NV = (work_NV - peak_N.unsqueeze(1)).exp_()
         local_N = labels_N - first_row
         elsewhere_N = (local_N < 0) | (local_N >= work_NV.shape[1])
         local_N = local_N.masked_fill(elsewhere_N, 0)
         label_logit_N = work_NV.gather(1, local_N.unsqueeze(1)).squeeze(1) - peak_N
+        exp_NV = work_NV.sub_(peak_N.unsqueeze(1)).exp_()
         sums_2N = torch.stack([exp_NV.sum(1), label_logit_N.masked_fill(elsewhere_N, 0.0)])
         sums_2N = collectives.sum_(sums_2N, axis)
-        probabilities_NV = exp_NV.div_(sums_2N[0].unsqueeze(1))
-        ctx.save_for_backward(probabilities_NV, local_N, elsewhere_N)
+        ctx.save_for_backward(exp_NV, sums_2N[0], local_N, elsewhere_N)
         ctx.logits_dtype = logits_NV.dtype  # type: ignore[attr-defined]
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_N: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        probabilities_NV, local_N, elsewhere_N = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_NV = probabilities_NV * grad_N.unsqueeze(1)
+        exp_NV, sum_N, local_N, elsewhere_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_NV = exp_NV.mul_((grad_N / sum_N).unsqueeze(1))
         here_N = grad_N.masked_fill(elsewhere_N, 0.0)
         grad_NV.scatter_add_(1, local_N.unsqueeze(1), -here_N.unsqueeze(1))
         return grad_NV.to(ctx.logits_dtype), None, None, None, None  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def vocab_parallel_cross_entropy(logits_NV: Tensor, labels_N: Tensor, spec: Shar
     """Loss of each token, replicated over tp.
 
     Args:
-        logits_NV: [tokens, V_padded / tp] this rank's columns.
+        logits_NV: [tokens, V_padded / tp] this rank's columns. Overwritten.
         labels_N: [tokens] int64, in the whole vocabulary.
         spec: placement of the output layer.
 

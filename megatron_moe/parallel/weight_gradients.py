@@ -1,7 +1,10 @@
-"""Weight gradients, at once or deferred: the split of a backward pass into input and weight parts.
+"""Weight gradients, at once or deferred, computed straight into the buffer in which they are accumulated.
 
 A schedule that splits (zero bubble) opens the stage's queue; every linear then computes only its input gradient and
 leaves a closure. Draining the queue computes the weight gradients: one backward in all, nothing twice.
+
+The product of a weight gradient has the accumulated gradient as its output: no tensor of the weight's size is made,
+cleared or added (Megatron's gradient accumulation fusion).
 """
 
 from collections import deque
@@ -10,6 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from megatron_moe.parallel.sharding import GradientWriter, ShardedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,3 +51,34 @@ class WeightGradientQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+def leave_gradient(
+    parameter: ShardedParameter, write: GradientWriter, queue: WeightGradientQueue | None
+) -> Tensor | None:
+    """What a backward pass returns as the gradient of a weight, having seen to it that it is computed.
+
+    Returns:
+        None where it is accumulated, now or when the queue is drained; else the gradient, for autograd.
+    """
+    accumulate = parameter.accumulate
+    if queue is not None and queue.deferring:
+        assert accumulate is not None, "a deferred gradient needs someone who collects it"
+        queue.push(lambda: accumulate(write))
+        return None
+    if accumulate is not None:
+        accumulate(write)
+        return None
+    gradient = torch.empty_like(parameter)
+    write(gradient, 0.0)
+    return gradient
+
+
+def write_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
+    """out [m, n] = beta out + a [m, k] @ b [k, n], without a temporary where the types are equal."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif beta == 0:
+        out.copy_(a @ b)
+    else:
+        out.add_(a @ b)

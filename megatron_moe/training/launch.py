@@ -22,6 +22,7 @@ from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.training.meeting import fresh_store, keeps_its_store
+from megatron_moe.training.memory import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -54,6 +55,8 @@ def join(config: Config) -> ParallelContext:
     if torch.cuda.is_available() and config.parallel.distributed_backend != "gloo":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if num_ranks > 1:
         backend = config.parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend == "nccl" and device.type != "cuda":

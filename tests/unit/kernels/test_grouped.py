@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_moe.kernels.grouped import (
+    add_grouped_outer_product,
     choose_backend,
-    grouped_outer_product,
     grouped_product,
     grouped_product_transposed,
 )
@@ -45,11 +45,31 @@ def test_against_einsum(backend, dtype, counts):
             torch.einsum("ro,loi,rl->ri", grad_RO, weight_LOI, of_RL),
         ),
         (
-            grouped_outer_product(grad_RO, rows_RI, counts_L, backend),
+            outer_product(grad_RO, rows_RI, counts_L, backend),
             torch.einsum("ro,ri,rl->loi", grad_RO, rows_RI, of_RL),
         ),
     ):
         torch.testing.assert_close(found, expected, **tolerance)
+
+
+def outer_product(*arguments):
+    """Written over garbage, and then half of it added once more to its other half."""
+    out_LOI = torch.full((NUM, OUT, IN), float("nan"), dtype=arguments[0].dtype)
+    add_grouped_outer_product(out_LOI, *arguments, beta=0.0)
+    out_LOI *= 0.5
+    halved = arguments[0] * 0.5, *arguments[1:]
+    add_grouped_outer_product(out_LOI, *halved, beta=1.0)
+    return out_LOI
+
+
+def test_outer_product_in_another_precision():
+    """Gradients of a lower precision are accumulated in the buffer's."""
+    counts_L = torch.tensor([3, 0, 2] + [0] * (NUM - 3))
+    rows_RI, grad_RO = normal(1, 5, IN, dtype=torch.float32), normal(2, 5, OUT, dtype=torch.float32)
+    wide, narrow = torch.full((2, NUM, OUT, IN), float("nan"), dtype=torch.float64)
+    add_grouped_outer_product(wide, grad_RO.double(), rows_RI.double(), counts_L, "loop", 0.0)
+    add_grouped_outer_product(narrow, grad_RO, rows_RI, counts_L, "loop", 0.0)
+    torch.testing.assert_close(narrow, wide, rtol=1e-5, atol=1e-6)
 
 
 def test_choice_of_backend():
