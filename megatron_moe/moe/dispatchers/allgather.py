@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import add_rows, expert_order
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, grouped_order
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
@@ -33,7 +33,7 @@ class _Counts(NamedTuple):
 
 
 class _Receipt(NamedTuple):
-    token_ids_R: Tensor  # token of each row, counted through the tokens of all ranks
+    copies: Copies  # of the tokens of all ranks
     tokens: _Counts
 
 
@@ -52,18 +52,18 @@ class AllGatherDispatcher:
         token_ids_N = token_ids_N + _first_tokens(tokens, copies).to(x_TD.device)
         local_ids_N = expert_ids_N - self.ctx.ep.rank * self.num_local
         mine_M = ((local_ids_N >= 0) & (local_ids_N < self.num_local)).nonzero().squeeze(1)
-        order_R, counts_L = expert_order(local_ids_N[mine_M], self.num_local)
+        order_R, counts_L = grouped_order(local_ids_N[mine_M], self.num_local)
         kept_R = mine_M[order_R]
-        token_ids_R = token_ids_N[kept_R]
-        rows_RD = self._gather(x_TD, tokens).index_select(0, token_ids_R)
+        copies_here = Copies.of(token_ids_N[kept_R], tokens.total)
+        rows_RD = copy_rows(self._gather(x_TD, tokens), copies_here)
         weights_R = self._gather(routing.weights_N.unsqueeze(1), copies).squeeze(1)[kept_R]
-        return Dispatched(rows_RD, weights_R, counts_L, _Receipt(token_ids_R, tokens))
+        return Dispatched(rows_RD, weights_R, counts_L, _Receipt(copies_here, tokens))
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
         ep, etp, by_rank = self.ctx.ep, self.ctx.etp, receipt.tokens.by_rank
-        y = add_rows(rows_RD, receipt.token_ids_R, receipt.tokens.total)
+        y = add_rows(rows_RD, receipt.copies)
         y = _scatter_sum(y, [sum(counts) for counts in by_rank], etp)
         return _scatter_sum(y, by_rank[etp.rank], ep)
 

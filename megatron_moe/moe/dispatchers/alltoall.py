@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import add_rows, expert_major, expert_order
+from megatron_moe.moe.permute import (
+    Copies,
+    add_rows,
+    copy_rows,
+    expert_major,
+    grouped_order,
+    inverse_of,
+    reorder,
+)
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
@@ -22,8 +30,7 @@ from megatron_moe.parallel.context import ParallelContext
 
 
 class _Receipt(NamedTuple):
-    token_ids_N: Tensor  # token of each sent row
-    num_tokens: int
+    copies: Copies  # the sent rows
     send: list[int]  # rows per ep peer
     receive: list[int]
     gathered: list[int]  # rows of each etp peer after the all-to-all
@@ -40,21 +47,21 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
-        order_N, counts_E = expert_order(routing.expert_ids_N, self.num_experts)
-        token_ids_N = routing.token_ids_N[order_N]
+        order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
+        copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
         counts_XPL = decided(lambda: self._exchange_counts(counts_E))
-        receipt = self._receipt(token_ids_N, x_TD.shape[0], counts_E, counts_XPL, x_TD.device)
-        rows_RD = self._send(x_TD.index_select(0, token_ids_N), receipt)
+        receipt = self._receipt(copies, counts_E, counts_XPL, x_TD.device)
+        rows_RD = self._send(copy_rows(x_TD, copies), receipt)
         weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), receipt).squeeze(1)
         return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), receipt)
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
-        rows = rows_RD.index_select(0, receipt.inverse_R)
+        rows = reorder(rows_RD, receipt.inverse_R, receipt.order_R)
         rows = collectives.reduce_scatter_rows(rows, receipt.gathered, self.ctx.etp)
         rows_ND = collectives.all_to_all(rows, receipt.receive, receipt.send, self.ctx.ep)
-        return add_rows(rows_ND, receipt.token_ids_N, receipt.num_tokens)
+        return add_rows(rows_ND, receipt.copies)
 
     def _exchange_counts(self, counts_E: Tensor) -> Tensor:
         """[E] copies per expert here -> [etp, ep, L] rows of this rank's experts, by sender. On the host."""
@@ -62,24 +69,19 @@ class AllToAllDispatcher:
         received_PL = collectives.exchange_rows(counts_E.view(ep.size, -1), [1] * ep.size, [1] * ep.size, ep)
         return collectives.gather_dim0(received_PL.unsqueeze(0), etp).cpu()
 
-    def _receipt(
-        self, token_ids_N: Tensor, num_tokens: int, counts_E: Tensor, counts_XPL: Tensor, device: torch.device
-    ) -> _Receipt:
+    def _receipt(self, copies: Copies, counts_E: Tensor, counts_XPL: Tensor, device: torch.device) -> _Receipt:
         order_R = expert_major(counts_XPL.flatten(0, 1))
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(order_R.numel())
         return _Receipt(
-            token_ids_N=token_ids_N,
-            num_tokens=num_tokens,
+            copies=copies,
             send=counts_E.view(self.ctx.ep.size, -1).sum(1).tolist(),
             receive=counts_XPL[self.ctx.etp.rank].sum(1).tolist(),
             gathered=counts_XPL.sum((1, 2)).tolist(),
             order_R=order_R.to(device, non_blocking=True),
-            inverse_R=inverse_R.to(device, non_blocking=True),
+            inverse_R=inverse_of(order_R).to(device, non_blocking=True),
         )
 
     def _send(self, rows: Tensor, receipt: _Receipt) -> Tensor:
         """Rows by receiver -> rows of this rank's experts, expert-major."""
         rows = collectives.all_to_all(rows, receipt.send, receipt.receive, self.ctx.ep)
         rows = collectives.all_gather_rows(rows, receipt.gathered, self.ctx.etp)
-        return rows.index_select(0, receipt.order_R)
+        return reorder(rows, receipt.order_R, receipt.inverse_R)

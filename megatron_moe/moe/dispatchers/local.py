@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import add_rows, expert_order
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, grouped_order
 from megatron_moe.moe.routing import Routing
 
 
@@ -15,16 +15,10 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         """x [T, D] -> rows [N, D], expert-major."""
-        order_N, counts_E = expert_order(routing.expert_ids_N, self.num_experts)
-        token_ids_N = routing.token_ids_N[order_N]
-        return Dispatched(
-            x_TD.index_select(0, token_ids_N),
-            routing.weights_N[order_N],
-            counts_E,
-            (token_ids_N, x_TD.shape[0]),
-        )
+        order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
+        copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
+        return Dispatched(copy_rows(x_TD, copies), routing.weights_N[order_N], counts_E, copies)
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """rows [N, D] -> y [T, D]."""
-        token_ids_N, num_tokens = dispatched.receipt
-        return add_rows(rows_RD, token_ids_N, num_tokens)
+        return add_rows(rows_RD, dispatched.receipt)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_moe.moe.dispatchers import DISPATCHERS, build_dispatcher
 from megatron_moe.moe.dispatchers.local import LocalDispatcher
-from megatron_moe.moe.permute import add_rows, expert_major, expert_order
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_major, grouped_order
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
@@ -88,9 +88,10 @@ def test_where_all_experts_are_here_nothing_is_sent():
 
 
 def test_orders():
-    order_N, counts_E = expert_order(torch.tensor([2, 0, 2, 3, 0]), 5)
+    order_N, counts_E = grouped_order(torch.tensor([2, 0, 2, 3, 0]), 5)
     assert order_N.tolist() == [1, 4, 0, 2, 3] and counts_E.tolist() == [2, 0, 2, 1, 0]
-    rows = add_rows(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2, 0, 2]), 4)
-    assert rows.flatten().tolist() == [2.0, 0.0, 5.0, 0.0]
+    copies = Copies.of(torch.tensor([2, 0, 2]), 4)
+    assert add_rows(torch.tensor([[1.0], [2.0], [4.0]]), copies).flatten().tolist() == [2.0, 0.0, 5.0, 0.0]
+    assert copy_rows(torch.tensor([[1.0], [2.0], [4.0], [8.0]]), copies).flatten().tolist() == [4.0, 1.0, 4.0]
     # Rows lie as a0 a0 a1 | b1 b1 | c0: peers a, b, c and experts 0, 1.
     assert expert_major(torch.tensor([[2, 1], [0, 2], [1, 0]])).tolist() == [0, 1, 5, 2, 3, 4]
