@@ -26,6 +26,7 @@ _TRAINING_ONLY = frozenset(
         "moe_input_jitter_eps",
         "moe_router_bias_update_rate",
         "moe_token_dispatcher_type",
+        "moe_dispatch_deduplicate",
         "moe_expert_backend",
         "make_vocab_size_divisible_by",
         "moe_token_drop_policy",

@@ -50,7 +50,9 @@ class MoELayer(nn.Module):
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
         self.shared_expert = shared_expert
         self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
-        self.dispatcher = build_dispatcher(moe.moe_token_dispatcher_type, moe.num_experts, ctx)
+        self.dispatcher = build_dispatcher(
+            moe.moe_token_dispatcher_type, moe.num_experts, ctx, deduplicate=moe.moe_dispatch_deduplicate
+        )
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D], the normalised rows of the residual stream -> y [S', B, D], without the residual."""

@@ -36,7 +36,9 @@ LAYOUT_FIELDS = {
     "cp_comm": "cp_comm_type",
     "zero": "data_parallel_sharding_strategy",
     "dispatcher": "moe_token_dispatcher_type",
+    "deduplicate": "moe_dispatch_deduplicate",
 }
+_SWITCHES = ("sp", "deduplicate")
 Kind = tuple[bool, int | None]  # of a layer: whether it is MoE, and how far it sees to its left
 STRATEGIES = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 
@@ -57,9 +59,9 @@ def read_layout(text: str) -> tuple[dict[str, Any], dict[str, int]]:
             values[LAYOUT_FIELDS[key]] = STRATEGIES[value]
         elif key in ("schedule", "cp_comm", "dispatcher"):
             values[LAYOUT_FIELDS[key]] = value
-        elif key == "zero" or not value.isdecimal() or (int(value) < 1 and key != "sp"):
+        elif key == "zero" or not value.isdecimal() or (int(value) < 1 and key not in _SWITCHES):
             raise ValueError(f'--layout "{text}": {part} cannot be read; give {_example(key)}.')
-        elif key == "sp":
+        elif key in _SWITCHES:
             values[LAYOUT_FIELDS[key]] = value != "0"
         else:
             if key in ("tp", "cp", "pp", "dp"):
@@ -70,7 +72,9 @@ def read_layout(text: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _example(key: str) -> str:
-    return {"zero": "zero=0 to zero=3", "sp": "sp=0 or sp=1"}.get(key, f"a positive number, such as {key}=2")
+    if key in _SWITCHES:
+        return f"{key}=0 or {key}=1"
+    return "zero=0 to zero=3" if key == "zero" else f"a positive number, such as {key}=2"
 
 
 def vary(config: Config, **values: Any) -> Config:

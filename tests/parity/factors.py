@@ -62,7 +62,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "sp": {"on": {"sequence_parallel": True}, "off": {"sequence_parallel": False}},
     "zero": {str(n): {"data_parallel_sharding_strategy": name} for n, name in enumerate(ZERO)},
     "cp_comm": {name: {"cp_comm_type": name} for name in _CP_COMM},
-    "dispatcher": {name: {"moe_token_dispatcher_type": name} for name in DISPATCHERS},
+    "dispatcher": {name: {"moe_token_dispatcher_type": name} for name in DISPATCHERS}
+    | {"deduplicated": {"moe_dispatch_deduplicate": True}},
     "mbs": _size("micro_batch_size", 1, 2, 4),
     "accumulation": {"1": {}, "2": {}, "4": {}, "8": {}},
 }

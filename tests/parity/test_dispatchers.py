@@ -26,9 +26,16 @@ NUM_EXPERTS, HIDDEN, PER_TOKEN = 4, 3, 2
             True,
         ),
         ("pp=2,dp=2,ep=2,mbs=2,schedule=zb-v,dispatcher=allgather", {"recompute_granularity": "full"}, False),
+        ("dp=4,ep=4,mbs=2,deduplicate=1", {"moe_router_topk": 3}, False),
+        (
+            "tp=2,cp=2,dp=2,ep=4,etp=2,mbs=4,deduplicate=1",
+            {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "probs"},
+            True,
+        ),
+        ("pp=2,dp=2,ep=2,mbs=2,schedule=zb-v,deduplicate=1", {"recompute_granularity": "full"}, False),
     ],
 )
-def test_allgather(text: str, values: dict[str, Any], padded: bool, ranks: RankPool) -> None:
+def test_against_one_process(text: str, values: dict[str, Any], padded: bool, ranks: RankPool) -> None:
     fields, world_size = layout(text)
     base = vary(BASE, **values)
     expected = trace(base, 1, ranks, padded=padded)

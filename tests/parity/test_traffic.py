@@ -6,8 +6,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron_moe.config import normalise
+from megatron_moe.moe.gate import Gate
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.pipeline.schedules import SCHEDULES
 from megatron_moe.training import step
@@ -15,7 +17,7 @@ from megatron_moe.training.build import Machine
 from megatron_moe.training.parity import trace
 from tests.helpers.ranks import RankPool
 from tests.parity.harness import BASE, layout, vary
-from tests.parity.traffic_formulas import Formulas, Sent
+from tests.parity.traffic_formulas import Formulas, Sent, rows_without_duplicates
 
 DENSE: dict[str, Any] = {"num_experts": None}
 PADDED_VOCABULARY = 68  # 67 tokens, stored as a multiple of 4
@@ -23,8 +25,16 @@ PADDED_VOCABULARY = 68  # 67 tokens, stored as a multiple of 4
 
 @contextmanager
 def noting_copies(machine: Machine) -> Iterator[None]:
-    """Notes beside the traffic how many copies a rank routed, and how many of them to experts elsewhere."""
-    right, ctx = step.update_loads, machine.ctx
+    """Notes beside the traffic how many copies a rank routed, how many of them to experts elsewhere, and to how many
+    other ranks its tokens went."""
+    right, right_forward, ctx = step.update_loads, Gate.forward, machine.ctx
+
+    def noting_choices(gate: Gate, *arguments: Any) -> Any:
+        choice, loss = right_forward(gate, *arguments)
+        for expert_ids in choice.expert_ids_GTK.flatten(0, 1).tolist():
+            peers = {expert_id // (gate.num_experts // ctx.ep.size) for expert_id in expert_ids if expert_id >= 0}
+            ctx.traffic.add("copies", "distinct", len(peers - {ctx.ep.rank}))
+        return choice, loss
 
     def noting(machine: Machine) -> None:
         for gate in machine.gates.values():
@@ -34,7 +44,7 @@ def noting_copies(machine: Machine) -> Iterator[None]:
                 ctx.traffic.add("copies", "remote", int(kept_PL.sum() - kept_PL[ctx.ep.rank].sum()))
         right(machine)
 
-    with patch.object(step, "update_loads", noting):
+    with patch.object(step, "update_loads", noting), patch.object(Gate, "forward", noting_choices):
         yield
 
 
@@ -105,6 +115,28 @@ def test_experts_by_all_to_all(text: str, ranks: RankPool) -> None:
     formulas.gradients(shapes)
     formulas.scalars()
     check(total, formulas)
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "dp=4,ep=4,mbs=2"])
+def test_experts_by_all_to_all_without_duplicates(text: str, ranks: RankPool) -> None:
+    """One row for each token and each other rank with experts of it, there and back, forward and backward."""
+    total, formulas, shapes = measured(f"{text},deduplicate=1", {"moe_router_topk": 4}, ranks)
+    distinct, (remote, _) = total.sent_bytes["copies", "distinct"], copies(total)
+    assert distinct < remote, "nothing was there twice"
+    formulas.all_to_all_without_duplicates(distinct, remote)
+    formulas.gradients(shapes)
+    formulas.scalars()
+    check(total, formulas)
+
+
+def test_number_of_rows_without_duplicates() -> None:
+    """Tokens that choose K of E experts at random have experts on e (1 - C(E - L, K) / C(E, K)) ranks."""
+    num_tokens, num_experts, topk, num_ranks = 4000, 64, 6, 8
+    ids_TK = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :topk]
+    found = sum(len(set(ranks)) for ranks in (ids_TK // (num_experts // num_ranks)).tolist()) / num_tokens
+    expected = rows_without_duplicates(num_experts, topk, num_ranks)
+    assert expected == pytest.approx(4.54, abs=0.01), "of 6 copies"
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_experts_by_all_gather(ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ an all-reduce.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import comb, prod
 
 from megatron_moe.config.schema import Config
 from megatron_moe.parallel.layout import MeshSizes
@@ -111,6 +111,15 @@ class Formulas:
             self.sent.calls["etp", "all_to_all"] += 6 * runs
             self.sent.sent_bytes["etp", "all_to_all"] += (sizes.etp - 1) * copies * (4 * row + 2 * BETA)
 
+    def all_to_all_without_duplicates(self, distinct: int, remote_copies: int) -> None:
+        """The same with a row for each token and other rank; a copy has the place of its row (4 bytes) there, too."""
+        runs = self.pattern.count(True) * self.m * self.stage
+        row, sent = self.config.model.hidden_size * BETA, self.sent
+        assert self.config.moe.num_experts is not None
+        self.ring("ep", "all_to_all", runs, (self.config.moe.num_experts + self.sizes.ep) * BETA)  # counts
+        sent.calls["ep", "all_to_all"] += 7 * runs
+        sent.sent_bytes["ep", "all_to_all"] += distinct * 4 * row + remote_copies * (2 * BETA + 4)
+
     def all_gather_dispatch(self) -> None:
         """7.3: every token to every rank of ep, and partial sums back; ids and weights of the copies beside."""
         e, runs = self.sizes.ep, self.pattern.count(True) * self.m * self.stage
@@ -153,3 +162,9 @@ class Formulas:
         self.ring("dp_cp", "all_reduce", world, BETA)
         self.sent.add("pp", "all_reduce", world, 2 * (self.sizes.pp - 1) * BETA / self.sizes.pp)
         self.ring("world", "all_reduce", world, BETA)
+
+
+def rows_without_duplicates(num_experts: int, topk: int, num_ranks: int) -> float:
+    """Rows that a token sends in the mean, one to each rank with experts of it, if it chooses experts at random."""
+    elsewhere = num_experts - num_experts // num_ranks
+    return num_ranks * (1 - comb(elsewhere, topk) / comb(num_experts, topk))

@@ -152,6 +152,15 @@ def group_is_whole(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def deduplication_has_an_all_to_all(config: Config, world_size: int) -> Iterator[str]:
+    """All-gather sends every token once to every rank anyway."""
+    if config.moe.moe_dispatch_deduplicate and config.moe.moe_token_dispatcher_type != "alltoall":
+        yield (
+            "--moe-dispatch-deduplicate is a way of all-to-all, and "
+            f"{typed(config, 'moe_token_dispatcher_type')} is given; leave one of them out."
+        )
+
+
 RULES = (
     layer_pattern_can_be_read,
     experts_per_layer_can_be_read,
@@ -161,4 +170,5 @@ RULES = (
     shared_expert_divides_over_tensor_parallel,
     residual_coefficient_has_two_sides,
     group_is_whole,
+    deduplication_has_an_all_to_all,
 )

@@ -123,6 +123,11 @@ class MoEConfig:
         None, "Standard deviation of the router's initial weights. Default: --init-method-std."
     )
     moe_token_dispatcher_type: str = flag("alltoall", "How tokens reach their experts.", registry="dispatchers")
+    moe_dispatch_deduplicate: bool = flag(
+        False,
+        "With alltoall: send a token once to each rank that has experts for it, and copy it there, instead of one row "
+        "for each of its experts.",
+    )
     moe_expert_backend: str = flag(
         "auto",
         "Expert product: one grouped matrix product, or a loop over experts; auto picks by device and type.",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers import DISPATCHERS, build_dispatcher
+from megatron_moe.moe.dispatchers.deduplicated import DeduplicatingDispatcher
 from megatron_moe.moe.dispatchers.local import LocalDispatcher
 from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_major, grouped_order
 from megatron_moe.moe.routing import Routing
@@ -49,8 +50,9 @@ def experts(rows_RD: Tensor, weights_R: Tensor, expert_ids_R: Tensor) -> Tensor:
 def run_on_rank(rank: int, sizes: MeshSizes, name: str, case: str) -> list[np.ndarray]:
     ctx = ParallelContext.create(sizes, rank=rank, groups=harness._groups)
     x_TD, routing = given(case, rank)
-    dispatcher = build_dispatcher(name, E, ctx)
-    assert type(dispatcher) is DISPATCHERS[name]
+    dispatcher = build_dispatcher("alltoall", E, ctx, deduplicate=True) if name == "deduplicated" else None
+    dispatcher = dispatcher or build_dispatcher(name, E, ctx)
+    assert type(dispatcher) is (DISPATCHERS | {"deduplicated": DeduplicatingDispatcher})[name]
     there = dispatcher.dispatch(x_TD, routing)
     num_local = E // ctx.ep.size
     assert there.counts_L.shape == (num_local,)
@@ -64,7 +66,7 @@ def run_on_rank(rank: int, sizes: MeshSizes, name: str, case: str) -> list[np.nd
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("name", list(DISPATCHERS))
+@pytest.mark.parametrize("name", [*DISPATCHERS, "deduplicated"])
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_against_one_process(ranks, mesh, name, case):
     sizes = MESHES[mesh]

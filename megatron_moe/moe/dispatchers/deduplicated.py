@@ -1,0 +1,98 @@
+"""All-to-all in which a token travels once to each rank that has experts for it, however many they are.
+
+    x_TD --one row per (token, rank)--> rows_SD --all-to-all (ep)--> --gather (etp)--> --copy, by expert--> rows_RD
+    y_TD <--add---------------------- rows_SD <--all-to-all (ep)-- <--sum (etp)------- <--add copies------- rows_RD
+
+Worth it where a token has several experts on a rank: with K of E experts at random and L of them on each of e ranks,
+e (1 - C(E - L, K) / C(E, K)) rows per token instead of K, here and in the backward pass (DeepEP sends in this way;
+group-limited routing, DeepSeek-V2, section 2.1.2, makes the ranks few). Beside the rows each copy sends its weight and
+the place of its row among those from its sender, 4 bytes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe.moe.dispatchers.base import Dispatched
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_major, grouped_order
+from megatron_moe.moe.replay import decided
+from megatron_moe.moe.routing import Routing
+from megatron_moe.parallel import collectives
+from megatron_moe.parallel.context import ParallelContext
+
+
+class _Splits(NamedTuple):
+    """How many of something go to each ep peer, come from each, and are then with each etp peer."""
+
+    send: list[int]
+    receive: list[int]
+    gathered: list[int]
+
+
+class _Receipt(NamedTuple):
+    sent: Copies  # the sent rows, copies of this rank's tokens
+    rows: _Splits
+    used: Copies  # the experts' rows, copies of the received ones
+
+
+class DeduplicatingDispatcher:
+    """Uneven all-to-all of distinct (token, rank) pairs; copies for the experts are made where they are."""
+
+    def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
+        self.num_experts, self.ctx = num_experts, ctx
+        self.num_local = num_experts // ctx.ep.size
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+        """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
+        num_tokens, num_peers = x_TD.shape[0], self.ctx.ep.size
+        order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
+        peer_N = routing.expert_ids_N[order_N] // self.num_local
+        pairs_S, row_N = torch.unique(peer_N * num_tokens + routing.token_ids_N[order_N], return_inverse=True)
+        peer_S, token_ids_S = pairs_S // max(num_tokens, 1), pairs_S % max(num_tokens, 1)
+        rows_P = torch.zeros(num_peers, dtype=torch.int64, device=x_TD.device)
+        rows_P.scatter_add_(0, peer_S, torch.ones_like(peer_S))
+        rows, copies, counts_XPL = decided(lambda: self._exchange_counts(rows_P, counts_E))
+
+        place_N = (row_N - (rows_P.cumsum(0) - rows_P)[peer_N]).to(torch.int32)
+        place_R = decided(lambda: self._send_places(place_N, rows, copies, counts_XPL))
+        order_R = expert_major(counts_XPL.flatten(0, 1)).to(x_TD.device, non_blocking=True)
+        used = Copies.of(place_R[order_R], sum(rows.gathered))
+        sent = Copies.of(token_ids_S, num_tokens)
+        rows_RD = copy_rows(self._send(copy_rows(x_TD, sent), rows), used)
+        weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), copies).squeeze(1)[order_R]
+        return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), _Receipt(sent, rows, used))
+
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        """rows [R, D] (partial over etp) -> y [T, D]."""
+        receipt: _Receipt = dispatched.receipt
+        rows = collectives.reduce_scatter_rows(add_rows(rows_RD, receipt.used), receipt.rows.gathered, self.ctx.etp)
+        rows_SD = collectives.all_to_all(rows, receipt.rows.receive, receipt.rows.send, self.ctx.ep)
+        return add_rows(rows_SD, receipt.sent)
+
+    def _exchange_counts(self, rows_P: Tensor, counts_E: Tensor) -> tuple[_Splits, _Splits, Tensor]:
+        """Splits of the rows and of the copies, and copies by sender and local expert [etp, ep, L]. On the host."""
+        ep, etp = self.ctx.ep, self.ctx.etp
+        mine_P = torch.cat([rows_P.unsqueeze(1), counts_E.view(ep.size, -1)], 1)
+        received_P = collectives.exchange_rows(mine_P, [1] * ep.size, [1] * ep.size, ep)
+        received_XP = collectives.gather_dim0(received_P.unsqueeze(0), etp).cpu()
+        rows_XP, counts_XPL = received_XP[..., 0], received_XP[..., 1:]
+        copies_XP = counts_XPL.sum(2)
+        rows = _Splits(rows_P.tolist(), rows_XP[etp.rank].tolist(), rows_XP.sum(1).tolist())
+        sent = counts_E.view(ep.size, -1).sum(1).tolist()
+        return rows, _Splits(sent, copies_XP[etp.rank].tolist(), copies_XP.sum(1).tolist()), counts_XPL
+
+    def _send_places(self, place_N: Tensor, rows: _Splits, copies: _Splits, counts_XPL: Tensor) -> Tensor:
+        """Of each copy here, by sender, the number of its row among all received and gathered rows."""
+        ep, etp = self.ctx.ep, self.ctx.etp
+        place_R = collectives.exchange_rows(place_N, copies.send, copies.receive, ep)
+        firsts_P = torch.tensor([0, *rows.receive]).cumsum(0)[:-1]
+        first_R = firsts_P.repeat_interleave(counts_XPL[etp.rank].sum(1)).to(place_N.device, non_blocking=True)
+        whole_R = collectives.all_gather_rows(place_R + first_R, copies.gathered, etp)
+        firsts_X = torch.tensor([0, *rows.gathered]).cumsum(0)[:-1]
+        return whole_R + firsts_X.repeat_interleave(torch.tensor(copies.gathered)).to(place_N.device, non_blocking=True)
+
+    def _send(self, rows: Tensor, splits: _Splits) -> Tensor:
+        """Rows by receiver -> rows by sender, of all etp peers."""
+        rows = collectives.all_to_all(rows, splits.send, splits.receive, self.ctx.ep)
+        return collectives.all_gather_rows(rows, splits.gathered, self.ctx.etp)
