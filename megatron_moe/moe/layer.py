@@ -60,12 +60,14 @@ class MoELayer(nn.Module):
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
         sent_before = self._sent_bytes()
-        dispatched = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
+        arriving = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
+        shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
+        dispatched = arriving()
         rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
-        y_SBD = self.dispatcher.combine(rows_RD, dispatched).view(x_SBD.shape)
+        y_SBD = self.dispatcher.combine(rows_RD, dispatched)().view(x_SBD.shape)
         self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: self._sent_bytes() - sent_before)
-        if self.shared_expert is not None:
-            y_SBD = self._join(x_SBD, y_SBD, self.shared_expert(x_SBD))
+        if shared_SBD is not None:
+            y_SBD = self._join(x_SBD, y_SBD, shared_SBD)
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
 
     def _sent_bytes(self) -> int:

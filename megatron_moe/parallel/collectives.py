@@ -6,7 +6,7 @@
     reduce_scatter    partial sum -> shard(0)          shard(0)     -> replicated
     all_reduce        partial sum -> replicated        replicated   -> replicated
     replicate         replicated  -> replicated        partial sums -> replicated
-    all_to_all        rows by sender -> by receiver    the same, reversed
+    begin_all_to_all  rows by sender -> by receiver    the same, reversed; each under way until it is needed
     all_gather_rows   uneven shard(0) -> replicated    partial sums -> uneven shard(0)
     reduce_scatter_rows  the mirror of all_gather_rows
     round_the_ring  shard -> every shard in turn   none: its users have backwards of their own
@@ -15,7 +15,7 @@ Only sums are used: means are scaled by their caller, where the divisor is visib
 identity. ``sent_bytes`` are those of ring algorithms: (n-1)/n of the whole tensor for a gather or scatter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -95,12 +95,16 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], axis: Axis)
     """Rows [sum(send), ...] cut by receiver -> rows [sum(receive), ...] ordered by sender. No gradient."""
     if axis.size == 1:
         return rows
-    row_bytes = _bytes(rows) // max(rows.shape[0], 1)
-    axis.traffic.add(axis.name, "all_to_all", (sum(send) - send[axis.rank]) * row_bytes)
+    _count_rows(rows, send, axis)
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
     with axis.traffic.waiting():
         dist.all_to_all_single(received, rows.contiguous(), receive, send, group=axis.group)
     return received
+
+
+def _count_rows(rows: Tensor, send: list[int], axis: Axis) -> None:
+    row_bytes = _bytes(rows) // max(rows.shape[0], 1)
+    axis.traffic.add(axis.name, "all_to_all", (sum(send) - send[axis.rank]) * row_bytes)
 
 
 # --- with autograd: changes of layout inside the model ---------------------------------------------------------
@@ -149,16 +153,57 @@ class _Replicate(torch.autograd.Function):
         return sum_(grad.clone(), ctx.axis), None  # type: ignore[attr-defined]
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-        ctx.splits = (send, receive, axis)  # type: ignore[attr-defined]
-        return exchange_rows(rows, send, receive, axis)
+class _Exchange:
+    """An all-to-all of rows that is under way: forth, and in the backward pass back."""
+
+    def __init__(self, send: list[int], receive: list[int], axis: Axis) -> None:
+        self.send, self.receive, self.axis = send, receive, axis
+        self._under_way: tuple[Tensor, Tensor, dist.Work | None] | None = None
+
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Returns what will hold the received rows."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        rows = rows.contiguous()
+        _count_rows(rows, send, self.axis)
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = dist.all_to_all_single(received, rows, receive, send, group=self.axis.group, async_op=True)
+        self._under_way = (rows, received, work)  # what is sent must live as long
+        return received
+
+    def wait(self) -> Tensor:
+        """The received rows, once they are here."""
+        assert self._under_way is not None
+        _, received, work = self._under_way
+        self._under_way = None
+        if work is not None:
+            with self.axis.traffic.waiting():
+                work.wait()
+        return received
+
+
+class _BeginAllToAll(torch.autograd.Function):
+    """Its output is not to be read before ``_FinishAllToAll``; its backward waits for what the other one's began."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        send, receive, axis = ctx.splits  # type: ignore[attr-defined]
-        return exchange_rows(grad, receive, send, axis), None, None, None
+    def forward(ctx: FunctionCtx, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        return exchange.start(rows)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.wait(), None  # type: ignore[attr-defined]
+
+
+class _FinishAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, received: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        return exchange.wait().view_as(received)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.exchange.start(grad, back=True)  # type: ignore[attr-defined]
+        return grad, None  # nobody reads it: the gradient is what comes back
 
 
 class _AllGatherRows(torch.autograd.Function):
@@ -217,9 +262,17 @@ def replicate(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _Replicate.apply(x, axis)  # type: ignore[return-value]
 
 
-def all_to_all(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    """Rows cut by receiver (``send`` per peer) -> rows ordered by sender (``receive`` per peer)."""
-    return rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)  # type: ignore[return-value]
+def begin_all_to_all(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Callable[[], Tensor]:
+    """Rows cut by receiver (``send`` per peer) -> rows ordered by sender (``receive`` per peer), later.
+
+    Whatever is computed between this and the call of what it returns hides the transfer; so does its backward pass,
+    which autograd runs between the beginning and the end of the way back.
+    """
+    if axis.size == 1:
+        return lambda: rows
+    exchange = _Exchange(send, receive, axis)
+    received: Tensor = _BeginAllToAll.apply(rows, exchange)  # type: ignore[assignment]
+    return lambda: _FinishAllToAll.apply(received, exchange)  # type: ignore[return-value]
 
 
 def all_gather_rows(rows: Tensor, counts: list[int], axis: Axis) -> Tensor:

@@ -73,7 +73,7 @@ class PlannedLocal(LocalDispatcher):
         super().__init__(given.num_experts)
         self.given = given
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         return super().dispatch(x_TD, self.given.routing(routing))
 
 
@@ -84,7 +84,7 @@ class PlannedAllToAll(AllToAllDispatcher):
         super().__init__(given.num_experts, given.ctx)
         self.given = given
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         return super().dispatch(x_TD, self.given.routing(routing))
 
     def _exchange_counts(self, counts_E: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class PlannedAllGather(AllGatherDispatcher):
         super().__init__(given.num_experts, given.ctx)
         self.given = given
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         return super().dispatch(x_TD, self.given.routing(routing))
 
     def _exchange_counts(self, x_TD: Tensor, routing: Routing) -> tuple[_Counts, _Counts]:

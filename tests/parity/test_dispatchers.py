@@ -61,12 +61,12 @@ def dispatch_uneven(rank: int, name: str, sizes: MeshSizes, num_tokens: list[int
         return [y_TD, *grads]
 
     dispatcher = DISPATCHERS[name](NUM_EXPERTS, ctx)
-    dispatched = dispatcher.dispatch(x_TD, Routing(token_ids_N, ids_N, weights_N))
+    dispatched = dispatcher.dispatch(x_TD, Routing(token_ids_N, ids_N, weights_N))()
     num_local = NUM_EXPERTS // ctx.ep.size
     assert int(dispatched.counts_L.sum()) == dispatched.rows_RD.shape[0]
     factor_L = torch.arange(num_local, dtype=torch.float64) + ctx.ep.rank * num_local + 1
     factor_R = factor_L.repeat_interleave(dispatched.counts_L) / ctx.etp.size * dispatched.weights_R
-    found = gradients(dispatcher.combine(dispatched.rows_RD * factor_R.unsqueeze(1), dispatched))
+    found = gradients(dispatcher.combine(dispatched.rows_RD * factor_R.unsqueeze(1), dispatched)())
     scaled_ND = x_TD[token_ids_N] * (weights_N * (ids_N + 1)).unsqueeze(1)
     expected = gradients(torch.zeros_like(x_TD).index_add(0, token_ids_N, scaled_ND))
     return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(found, expected, strict=True)]

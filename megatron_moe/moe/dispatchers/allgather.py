@@ -8,6 +8,7 @@ routing. That is less than all-to-all's only where a token has more copies than 
 parallelism the partial results of etp peers add up in the same reduce-scatter.
 """
 
+from collections.abc import Callable
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class AllGatherDispatcher:
         self.ctx = ctx
         self.num_local = num_experts // ctx.ep.size
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
         tokens, copies = decided(lambda: self._exchange_counts(x_TD, routing))
         pairs_N2 = torch.stack([routing.token_ids_N, routing.expert_ids_N], 1).to(torch.int32)
@@ -57,15 +58,17 @@ class AllGatherDispatcher:
         copies_here = Copies.of(token_ids_N[kept_R], tokens.total)
         rows_RD = copy_rows(self._gather(x_TD, tokens), copies_here)
         weights_R = self._gather(routing.weights_N.unsqueeze(1), copies).squeeze(1)[kept_R]
-        return Dispatched(rows_RD, weights_R, counts_L, _Receipt(copies_here, tokens))
+        dispatched = Dispatched(rows_RD, weights_R, counts_L, _Receipt(copies_here, tokens))
+        return lambda: dispatched
 
-    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
         ep, etp, by_rank = self.ctx.ep, self.ctx.etp, receipt.tokens.by_rank
         y = add_rows(rows_RD, receipt.copies)
         y = _scatter_sum(y, [sum(counts) for counts in by_rank], etp)
-        return _scatter_sum(y, by_rank[etp.rank], ep)
+        y_TD = _scatter_sum(y, by_rank[etp.rank], ep)
+        return lambda: y_TD
 
     def _gather(self, rows: Tensor, counts: _Counts) -> Tensor:
         """Rows of every rank, in the order of ``counts``; the gradient is summed and scattered."""

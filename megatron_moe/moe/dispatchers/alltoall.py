@@ -8,6 +8,7 @@ waits. Expert e lives on ep rank e // L. Under expert tensor parallelism the etp
 they gather each other's rows and sum the partial results.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,23 +46,28 @@ class AllToAllDispatcher:
         self.num_experts, self.ctx = num_experts, ctx
         self.num_local = num_experts // ctx.ep.size
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
         order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
         copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
         counts_XPL = decided(lambda: self._exchange_counts(counts_E))
         receipt = self._receipt(copies, counts_E, counts_XPL, x_TD.device)
-        rows_RD = self._send(copy_rows(x_TD, copies), receipt)
-        weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), receipt).squeeze(1)
-        return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), receipt)
+        rows = self._begin(copy_rows(x_TD, copies), receipt)
+        weights = self._begin(routing.weights_N[order_N].unsqueeze(1), receipt)
 
-    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        def finish() -> Dispatched:
+            rows_RD, weights_R = self._received(rows(), receipt), self._received(weights(), receipt).squeeze(1)
+            return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), receipt)
+
+        return finish
+
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
         rows = reorder(rows_RD, receipt.inverse_R, receipt.order_R)
         rows = collectives.reduce_scatter_rows(rows, receipt.gathered, self.ctx.etp)
-        rows_ND = collectives.all_to_all(rows, receipt.receive, receipt.send, self.ctx.ep)
-        return add_rows(rows_ND, receipt.copies)
+        rows_ND = collectives.begin_all_to_all(rows, receipt.receive, receipt.send, self.ctx.ep)
+        return lambda: add_rows(rows_ND(), receipt.copies)
 
     def _exchange_counts(self, counts_E: Tensor) -> Tensor:
         """[E] copies per expert here -> [etp, ep, L] rows of this rank's experts, by sender. On the host."""
@@ -80,8 +86,11 @@ class AllToAllDispatcher:
             inverse_R=inverse_of(order_R).to(device, non_blocking=True),
         )
 
-    def _send(self, rows: Tensor, receipt: _Receipt) -> Tensor:
-        """Rows by receiver -> rows of this rank's experts, expert-major."""
-        rows = collectives.all_to_all(rows, receipt.send, receipt.receive, self.ctx.ep)
+    def _begin(self, rows: Tensor, receipt: _Receipt) -> Callable[[], Tensor]:
+        """Rows by receiver -> rows by sender, when called."""
+        return collectives.begin_all_to_all(rows, receipt.send, receipt.receive, self.ctx.ep)
+
+    def _received(self, rows: Tensor, receipt: _Receipt) -> Tensor:
+        """Rows by sender -> rows of this rank's experts, expert-major."""
         rows = collectives.all_gather_rows(rows, receipt.gathered, self.ctx.etp)
         return reorder(rows, receipt.order_R, receipt.inverse_R)

@@ -3,9 +3,11 @@
     dispatch: x_TD, routing -> rows_RD ordered by local expert, gate weights_R, counts_L, receipt
     combine:  rows_RD, receipt -> y_TD
 
-The receipt is opaque to all others. Each half is a communication step and a computation step apart.
+The receipt is opaque to all others. Both halves begin a transfer and return what finishes it, so that something else
+can be computed meanwhile.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -32,10 +34,10 @@ class Dispatched(NamedTuple):
 class Dispatcher(Protocol):
     """Moves tokens; holds no parameters."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        """Send every copy to the rank that owns its expert."""
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        """Send every copy to the rank that owns its expert; call what is returned when the rows are needed."""
         ...
 
-    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send results back and add up the copies of each token: [R, D] -> [T, D]."""
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """Send results back and add up the copies of each token: [R, D] -> [T, D], when called."""
         ...

@@ -9,6 +9,7 @@ group-limited routing, DeepSeek-V2, section 2.1.2, makes the ranks few). Beside 
 the place of its row among those from its sender, 4 bytes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class DeduplicatingDispatcher:
         self.num_experts, self.ctx = num_experts, ctx
         self.num_local = num_experts // ctx.ep.size
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
         num_tokens, num_peers = x_TD.shape[0], self.ctx.ep.size
         order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
@@ -55,20 +56,26 @@ class DeduplicatingDispatcher:
         rows, copies, counts_XPL = decided(lambda: self._exchange_counts(rows_P, counts_E))
 
         place_N = (row_N - (rows_P.cumsum(0) - rows_P)[peer_N]).to(torch.int32)
+        sent = Copies.of(token_ids_S, num_tokens)
+        arriving = self._begin(copy_rows(x_TD, sent), rows)
+        weights = self._begin(routing.weights_N[order_N].unsqueeze(1), copies)
         place_R = decided(lambda: self._send_places(place_N, rows, copies, counts_XPL))
         order_R = expert_major(counts_XPL.flatten(0, 1)).to(x_TD.device, non_blocking=True)
         used = Copies.of(place_R[order_R], sum(rows.gathered))
-        sent = Copies.of(token_ids_S, num_tokens)
-        rows_RD = copy_rows(self._send(copy_rows(x_TD, sent), rows), used)
-        weights_R = self._send(routing.weights_N[order_N].unsqueeze(1), copies).squeeze(1)[order_R]
-        return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), _Receipt(sent, rows, used))
 
-    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+        def finish() -> Dispatched:
+            rows_RD = copy_rows(self._gathered(arriving(), rows), used)
+            weights_R = self._gathered(weights(), copies).squeeze(1)[order_R]
+            return Dispatched(rows_RD, weights_R, counts_XPL.sum((0, 1)), _Receipt(sent, rows, used))
+
+        return finish
+
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
         rows = collectives.reduce_scatter_rows(add_rows(rows_RD, receipt.used), receipt.rows.gathered, self.ctx.etp)
-        rows_SD = collectives.all_to_all(rows, receipt.rows.receive, receipt.rows.send, self.ctx.ep)
-        return add_rows(rows_SD, receipt.sent)
+        rows_SD = collectives.begin_all_to_all(rows, receipt.rows.receive, receipt.rows.send, self.ctx.ep)
+        return lambda: add_rows(rows_SD(), receipt.sent)
 
     def _exchange_counts(self, rows_P: Tensor, counts_E: Tensor) -> tuple[_Splits, _Splits, Tensor]:
         """Splits of the rows and of the copies, and copies by sender and local expert [etp, ep, L]. On the host."""
@@ -92,7 +99,10 @@ class DeduplicatingDispatcher:
         firsts_X = torch.tensor([0, *rows.gathered]).cumsum(0)[:-1]
         return whole_R + firsts_X.repeat_interleave(torch.tensor(copies.gathered)).to(place_N.device, non_blocking=True)
 
-    def _send(self, rows: Tensor, splits: _Splits) -> Tensor:
-        """Rows by receiver -> rows by sender, of all etp peers."""
-        rows = collectives.all_to_all(rows, splits.send, splits.receive, self.ctx.ep)
+    def _begin(self, rows: Tensor, splits: _Splits) -> Callable[[], Tensor]:
+        """Rows by receiver -> rows by sender, when called."""
+        return collectives.begin_all_to_all(rows, splits.send, splits.receive, self.ctx.ep)
+
+    def _gathered(self, rows: Tensor, splits: _Splits) -> Tensor:
+        """Rows by sender, of this rank -> of all etp peers."""
         return collectives.all_gather_rows(rows, splits.gathered, self.ctx.etp)

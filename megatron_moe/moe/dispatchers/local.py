@@ -1,5 +1,7 @@
 """Every expert is here (ep = etp = 1): nothing is sent, rows are only put in the experts' order."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
@@ -13,12 +15,13 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [N, D], expert-major."""
         order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
         copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
-        return Dispatched(copy_rows(x_TD, copies), routing.weights_N[order_N], counts_E, copies)
+        dispatched = Dispatched(copy_rows(x_TD, copies), routing.weights_N[order_N], counts_E, copies)
+        return lambda: dispatched
 
-    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """rows [N, D] -> y [T, D]."""
-        return add_rows(rows_RD, dispatched.receipt)
+        return lambda: add_rows(rows_RD, dispatched.receipt)

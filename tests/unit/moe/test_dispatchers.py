@@ -53,13 +53,13 @@ def run_on_rank(rank: int, sizes: MeshSizes, name: str, case: str) -> list[np.nd
     dispatcher = build_dispatcher("alltoall", E, ctx, deduplicate=True) if name == "deduplicated" else None
     dispatcher = dispatcher or build_dispatcher(name, E, ctx)
     assert type(dispatcher) is (DISPATCHERS | {"deduplicated": DeduplicatingDispatcher})[name]
-    there = dispatcher.dispatch(x_TD, routing)
+    there = dispatcher.dispatch(x_TD, routing)()
     num_local = E // ctx.ep.size
     assert there.counts_L.shape == (num_local,)
     expert_ids_R = torch.arange(num_local).repeat_interleave(there.counts_L.cpu()) + ctx.ep.rank * num_local
     y_RD = experts(there.rows_RD, there.weights_R, expert_ids_R)
     y_RD = y_RD * (2.0 + ctx.etp.rank) / sum(2.0 + r for r in range(ctx.etp.size))  # partial over etp
-    y_TD = dispatcher.combine(y_RD, there)
+    y_TD = dispatcher.combine(y_RD, there)()
     (y_TD * normal(20 + rank, *y_TD.shape)).sum().backward()
     assert x_TD.grad is not None and routing.weights_N.grad is not None
     return [t.detach().numpy() for t in (y_TD, x_TD.grad, routing.weights_N.grad)]
@@ -84,7 +84,7 @@ def test_against_one_process(ranks, mesh, name, case):
 def test_where_all_experts_are_here_nothing_is_sent():
     assert isinstance(build_dispatcher("alltoall", E, ParallelContext.single()), LocalDispatcher)
     x_TD, routing = given("uneven", 0)
-    there = LocalDispatcher(E).dispatch(x_TD, routing)
+    there = LocalDispatcher(E).dispatch(x_TD, routing)()
     assert there.counts_L.tolist() == [1, 0, 0, 2]
     assert torch.equal(there.rows_RD, x_TD[[0, 0, 1]])
 

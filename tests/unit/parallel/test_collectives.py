@@ -34,7 +34,9 @@ def call(name: str, case: str, x: Tensor, axis: Axis) -> Tensor:
     return {
         "all_gather": lambda: collectives.all_gather(x, axis),
         "reduce_scatter": lambda: collectives.reduce_scatter(x, axis),
-        "all_to_all": lambda: collectives.all_to_all(x, sends[axis.rank], [row[axis.rank] for row in sends], axis),
+        "begin_all_to_all": lambda: collectives.begin_all_to_all(
+            x, sends[axis.rank], [row[axis.rank] for row in sends], axis
+        )(),
         "all_gather_rows": lambda: collectives.all_gather_rows(x, counts, axis),
         "reduce_scatter_rows": lambda: collectives.reduce_scatter_rows(x, counts, axis),
     }[name]()
@@ -54,7 +56,7 @@ def joint(name: str, case: str, size: int) -> tuple[list[int], Joint]:
     return {
         "all_gather": ([2] * size, lambda xs: [torch.cat(xs)] * size),
         "reduce_scatter": ([2 * size] * size, lambda xs: scattered(xs, [2] * size)),
-        "all_to_all": ([sum(row) for row in sends], exchanged),
+        "begin_all_to_all": ([sum(row) for row in sends], exchanged),
         "all_gather_rows": (counts, lambda xs: [torch.cat(xs)] * size),
         "reduce_scatter_rows": ([sum(counts)] * size, lambda xs: scattered(xs, counts)),
     }[name]
@@ -63,7 +65,7 @@ def joint(name: str, case: str, size: int) -> tuple[list[int], Joint]:
 CASES = [
     ("all_gather", "even"),
     ("reduce_scatter", "even"),
-    *[("all_to_all", case) for case in SENDS],
+    *[("begin_all_to_all", case) for case in SENDS],
     *[(name, case) for name in ("all_gather_rows", "reduce_scatter_rows") for case in COUNTS],
 ]
 
