@@ -84,9 +84,7 @@ def configured(arguments: argparse.Namespace) -> Config:
     )
     # Neither sequences nor groups of tokens are cut: rules about that have nothing to say.
     length = data.seq_length * max(arguments.tensor_model_parallel_size, 1)
-    uncut = replace(
-        config, data=replace(data, seq_length=length), moe=replace(config.moe, moe_group_size="sequence")
-    )
+    uncut = replace(config, data=replace(data, seq_length=length), moe=replace(config.moe, moe_group_size="sequence"))
     problems = check(uncut, launch.world_size(), registries.CHOICES, registries.RULES, to_train=False)
     if problems:
         raise ValueError("\n".join(problems))
@@ -207,13 +205,15 @@ def main(argv: list[str] | None = None) -> int:
     config = launch.together(lambda: configured(arguments))
     sampling = launch.together(lambda: Sampling(arguments.temperature, arguments.top_k, arguments.top_p))
     tokenizer = launch.together(lambda: tokenizer_of(config))
-    to_measure = launch.together(lambda: arguments.perplexity and document(arguments.perplexity, tokenizer))
+    measured = None
+    if arguments.perplexity is not None:
+        measured = launch.together(lambda: document(arguments.perplexity, tokenizer))
     ctx = launch.together(lambda: launch.join(config))
     model = launch.together(lambda: load(config, ctx, arguments))
-    if to_measure is None:
+    if measured is None:
         sample(model, config, tokenizer, sampling, arguments)
     else:
-        measure(model, config, *to_measure)
+        measure(model, config, *measured)
     launch.leave()
     return 0
 

@@ -72,7 +72,7 @@ def references() -> dict[str, Made]:
     return {}
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [(kind, sizes) for kind, all_ in LAYOUTS.items() for sizes in all_], ids=str)
+@pytest.mark.parametrize(("kind", "sizes"), [(kind, s) for kind, sizes in LAYOUTS.items() for s in sizes], ids=str)
 def test_text_of_layouts(kind: str, sizes: MeshSizes, references: dict[str, Made], ranks: RankPool) -> None:
     config = vary(BASE, init_method_std=0.3, **KINDS[kind])
     if kind not in references:
