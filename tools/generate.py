@@ -6,17 +6,19 @@
     torchrun --nproc-per-node 4 tools/generate.py --load runs/mixtral --tensor-model-parallel-size 2 \\
         --expert-model-parallel-size 2 --prompt "The sea"
 
-The layout is this command's own, whatever wrote the checkpoint, and changes nothing in the text. A single prompt's text
-appears as it is made; several are continued together and shown when they are done. To serve a model, export it
-(tools/convert_checkpoint.py) to vLLM, SGLang or transformers.
+The layout is this command's own, whatever wrote the checkpoint; the text is the same but for rounding. A single
+prompt's text appears as it is made; several are continued together and shown when they are done. To serve a model,
+export it (tools/convert_checkpoint.py) to vLLM, SGLang or transformers.
 """
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_moe.checkpoint.index import INDEX_FILE
 from megatron_moe.config import check
 from megatron_moe.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_moe.data.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
@@ -32,7 +34,7 @@ NOT_CUT = ("pipeline_model_parallel_size", "context_parallel_size")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--load", required=True, help="folder of checkpoints (--save of the run)")
+    made.add_argument("--load", required=True, help="folder of a run (its --save), or one of its checkpoints")
     made.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     made.add_argument("--tokenizer-type", choices=TOKENIZERS, help="default: that of the run")
     made.add_argument("--tokenizer-model", help="file or folder of the tokenizer; default: where the run had it")
@@ -46,11 +48,12 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--seed", type=int, default=1, help="prompt i draws with this plus i (default 1)")
     what.add_argument("--no-cache", action="store_true", help="run over all tokens at each step, to compare")
     ranks = made.add_argument_group("ranks", "with torchrun, as in training")
-    ranks.add_argument("--tensor-model-parallel-size", type=int, default=1, help="ranks that share the matrices (tp)")
-    ranks.add_argument("--expert-model-parallel-size", type=int, default=1, help="ranks that share the experts (ep)")
-    ranks.add_argument("--expert-tensor-parallel-size", type=int, help="ranks that share one expert (etp); default: tp")
+    number = {"type": int, "metavar": "N"}
+    ranks.add_argument("--tensor-model-parallel-size", default=1, help="ranks that share the matrices (tp)", **number)
+    ranks.add_argument("--expert-model-parallel-size", default=1, help="ranks that share the experts (ep)", **number)
+    ranks.add_argument("--expert-tensor-parallel-size", help="ranks that share one expert (etp); default: tp", **number)
     for name in NOT_CUT:
-        ranks.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, help=argparse.SUPPRESS)
+        ranks.add_argument(f"--{name.replace('_', '-')}", default=1, help=argparse.SUPPRESS, **number)
     return made
 
 
@@ -100,7 +103,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
     try:
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     except ValueError as error:
-        raise ValueError(f"{error} The run had it there; --tokenizer-model says where it is now.") from error
+        raise ValueError(f"{error} The run's configuration names it; --tokenizer-model names another place.") from error
     assert config.model.vocab_size is not None
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -127,8 +130,8 @@ def sample(
         if speaks and len(prompt) > context_length:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             print(
-                f"note: {which} has {len(prompt)} tokens; the model was trained on {context_length} and sees the last "
-                "of them.",
+                f"note: {which} has {len(prompt)} tokens; the model was trained on {context_length}, and sees the last "
+                f"{context_length}.",
                 file=sys.stderr,
             )
     streams = speaks and len(prompts) == 1
@@ -192,7 +195,10 @@ def document(path: Path, tokenizer: Tokenizer) -> tuple[list[int], int]:
     Raises:
         ValueError, OSError: there is no text.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8. ({error})") from error
     ids = tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{path} holds no text.")
@@ -202,6 +208,9 @@ def document(path: Path, tokenizer: Tokenizer) -> tuple[list[int], int]:
 def main(argv: list[str] | None = None) -> int:
     """Exit status 2 with one line for what the user can mend."""
     arguments = parser().parse_args(argv)
+    path = Path(arguments.load)
+    if (path / INDEX_FILE).exists():
+        arguments.load, arguments.ckpt_step = str(path.parent), int(path.name.removeprefix("iter_"))
     config = launch.together(lambda: configured(arguments))
     sampling = launch.together(lambda: Sampling(arguments.temperature, arguments.top_k, arguments.top_p))
     tokenizer = launch.together(lambda: tokenizer_of(config))
@@ -210,10 +219,14 @@ def main(argv: list[str] | None = None) -> int:
         measured = launch.together(lambda: document(arguments.perplexity, tokenizer))
     ctx = launch.together(lambda: launch.join(config))
     model = launch.together(lambda: load(config, ctx, arguments))
-    if measured is None:
-        sample(model, config, tokenizer, sampling, arguments)
-    else:
-        measure(model, config, *measured)
+    try:
+        if measured is None:
+            sample(model, config, tokenizer, sampling, arguments)
+        else:
+            measure(model, config, *measured)
+    except BrokenPipeError:  # whoever read the text, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     launch.leave()
     return 0
 

@@ -115,7 +115,7 @@ def test_the_tool_under_a_layout(ranks: RankPool, tmp_path: Path) -> None:
     for what in (
         ["--prompt", "ab", "--max-new-tokens", "12"],
         ["--prompt", "ab", "c" * 20, "--temperature", "0", "--max-new-tokens", "3"],
-        ["--perplexity", str(tmp_path / "text")],
+        ["--perplexity", str(tmp_path / "text"), "--load", str(tmp_path / "iter_0000002")],
         ["--prompt", "ab", "--ckpt-step", "7"],
     ):
         argv = ["--load", str(tmp_path), *what]
@@ -134,7 +134,7 @@ def test_the_tool_under_a_layout(ranks: RankPool, tmp_path: Path) -> None:
         (["--top-p", "1.5"], "--top-p 1.5 must be at least 0 and at most 1."),
         (["--temperature", "nan"], "--temperature nan must be at least 0."),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1."),
-        (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "gone"], "--tokenizer-model says where"),
+        (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "gone"], "names another place"),
         (["--perplexity", "gone"], "gone"),
         (["--load", "nowhere"], "nowhere holds no checkpoint"),
     ],

@@ -21,7 +21,7 @@ SIZES = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_size window_attn_skip_freq
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk
     moe_router_num_groups moe_router_group_topk
-""".split()
+"""
 
 
 def read(path: Path, flags: str = "") -> Resolved:
@@ -43,7 +43,7 @@ def structure(config: Config) -> dict[str, object]:
         and (moe.moe_ffn_hidden_size or model.dense_ffn_size) < model.dense_ffn_size,
         "shared experts": (moe.moe_shared_expert_intermediate_size or 0) // (moe.moe_ffn_hidden_size or 1),
         "one expert a token": moe.moe_router_topk == 1,
-        "sizes that are not given": {name for name in SIZES if value_of(config, name) in (None, ())},
+        "sizes that are not given": {name for name in SIZES.split() if value_of(config, name) in (None, ())},
         "families": [family.model_type for family in families_for(config, FAMILIES)[0]],
     }
 
@@ -51,7 +51,7 @@ def structure(config: Config) -> dict[str, object]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_sibling_differs_in_sizes_alone(name: str) -> None:
     big, tiny = read(MODELS / f"{name}.yaml").config, read(MODELS / f"tiny/{name}.yaml").config
-    assert {key for key in settings() if value_of(big, key) != value_of(tiny, key)} <= set(SIZES)
+    assert {key for key in settings() if value_of(big, key) != value_of(tiny, key)} <= set(SIZES.split())
     assert structure(tiny) == structure(big)
 
 
