@@ -115,7 +115,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 def load(config: Config, ctx: ParallelContext, arguments: argparse.Namespace) -> Decoder:
     """This rank's part of the model."""
-    model = generation_model(config, ctx)
+    model = generation_model(config, ctx, initial_values=False)
     checkpointing.load_weights(model, arguments.load, arguments.ckpt_step)
     return model
 
@@ -213,11 +213,11 @@ def main(argv: list[str] | None = None) -> int:
         arguments.load, arguments.ckpt_step = str(path.parent), int(path.name.removeprefix("iter_"))
     config = launch.together(lambda: configured(arguments))
     sampling = launch.together(lambda: Sampling(arguments.temperature, arguments.top_k, arguments.top_p))
+    ctx = launch.together(lambda: launch.join(config))
     tokenizer = launch.together(lambda: tokenizer_of(config))
     measured = None
     if arguments.perplexity is not None:
         measured = launch.together(lambda: document(arguments.perplexity, tokenizer))
-    ctx = launch.together(lambda: launch.join(config))
     model = launch.together(lambda: load(config, ctx, arguments))
     try:
         if measured is None:

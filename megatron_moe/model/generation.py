@@ -55,10 +55,10 @@ class Sampling:
                 raise ValueError(f"--{name} {value} must be at least 0{limit}.")
 
 
-def generation_model(config: Config, ctx: ParallelContext) -> Decoder:
-    """This rank's part of a model that generates: cut over tp, ep and etp, with initial weights."""
+def generation_model(config: Config, ctx: ParallelContext, *, initial_values: bool = True) -> Decoder:
+    """This rank's part of a model that generates, cut over tp, ep and etp; initial weights, or zeros to be loaded."""
     assert ctx.cp.size == ctx.pp.size == 1
-    model = Decoder(replace(config, parallel=ParallelConfig()), ctx)
+    model = Decoder(replace(config, parallel=ParallelConfig()), ctx, initial_values=initial_values)
     for layer in model.modules():
         if isinstance(layer, MoELayer) and ctx.ep.size * ctx.etp.size > 1:
             layer.dispatcher = ReplicatedDispatcher(layer.gate.num_experts, ctx)
