@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = {
     "grouped": [MeshSizes(tp=4, ep=2, etp=2), MeshSizes(dp=2, ep=2)],
-    "latent": [MeshSizes(tp=2, dp=2, ep=4), MeshSizes(tp=2, dp=4, ep=2, etp=2)],
+    "latent": [MeshSizes(tp=2, dp=2, ep=4)],
     "gpt-oss": [MeshSizes(tp=2, dp=2, ep=2, etp=2)],
     "capacity": [MeshSizes(tp=2, dp=2, ep=4)],
 }
@@ -58,7 +58,7 @@ def make(rank: int, config: Config, sizes: MeshSizes, use_cache: bool) -> Made:
         return logits[-1]
 
     def text(sampling: Sampling) -> list[list[int | None]]:
-        settings = {"max_new_tokens": 5, "context_length": 11, "eod_id": None, "seed": 1, "use_cache": use_cache}
+        settings = {"max_new_tokens": 4, "context_length": 10, "eod_id": None, "seed": 1, "use_cache": use_cache}
         return list(generate(model, PROMPTS, ctx, sampling=sampling, **settings))  # type: ignore[arg-type]
 
     with mock.patch.object(generation, "next_logits", noted):
@@ -113,7 +113,7 @@ def test_the_tool_under_a_layout(ranks: RankPool, tmp_path: Path) -> None:
     cut = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
     (tmp_path / "text").write_text("The sea, the sea!", encoding="utf-8")
     for what in (
-        ["--prompt", "ab", "--max-new-tokens", "12"],
+        ["--prompt", "ab", "--max-new-tokens", "6"],
         ["--prompt", "ab", "c" * 20, "--temperature", "0", "--max-new-tokens", "3"],
         ["--perplexity", str(tmp_path / "text"), "--load", str(tmp_path / "iter_0000002")],
         ["--prompt", "ab", "--ckpt-step", "7"],
