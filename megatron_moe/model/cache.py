@@ -1,7 +1,10 @@
 """What attention remembers of the tokens before, so that generation computes each token once.
 
-grouped-query attention   keys and values          [S, B, G, C] twice
-latent attention          latents and rotated keys  [S, B, L] and [S, B, 1, R]: L + R numbers a token for all heads
+grouped-query attention   keys and values             [S, B, G / tp, C] twice: 2 G C / tp numbers a token and layer
+latent attention          latents and rotated keys    [S, B, L + R]: L + R numbers a token and layer, on every rank
+
+DeepSeek-V2: 576 numbers for 128 heads, which would have 128 x (192 + 128) = 40,960 keys and values; all 60 layers in
+bfloat16 take 69 kB a token. Those of heads are never written out while text grows (``latent_attention.py``).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ from megatron_moe.model.core_attention import CoreAttention
 
 
 class AttentionCache:
-    """Two tensors of a layer that grow along their first dim, in storage that doubles."""
+    """Tensors of a layer that grow along their first dim, in storage that doubles."""
 
     def __init__(self) -> None:
         self.length = 0

@@ -156,18 +156,21 @@ def attend(
         q_QBHC, k_SBGC, v_SBGC = _with_sink(q_QBHC, k_SBGC, v_SBGC, sinks_H / factor)
         mask = None if mask is None else F.pad(mask, (1, 0), value=True)
         num_keys += 1
-    if mask is None and num_queries < num_keys:
+    single = num_queries == 1  # sees all keys
+    if mask is None and not single and num_queries < num_keys:
         mask = causal_lower_right(num_queries, num_keys)
+    if single:  # heads that share a key as queries of one head: no kernel then copies keys and values for each
+        q_QBHC = q_QBHC.unflatten(2, (k_SBGC.shape[2], -1)).transpose(0, 3).squeeze(3)
     y_BHQC = F.scaled_dot_product_attention(
         q_QBHC.permute(1, 2, 0, 3),
         k_SBGC.permute(1, 2, 0, 3),
         v_SBGC.permute(1, 2, 0, 3),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=mask is None and not single,
         scale=factor,
         enable_gqa=q_QBHC.shape[2] != k_SBGC.shape[2],
     )
-    return y_BHQC.permute(2, 0, 1, 3)
+    return y_BHQC.flatten(1, 2).unsqueeze(0) if single else y_BHQC.permute(2, 0, 1, 3)
 
 
 def _visible(

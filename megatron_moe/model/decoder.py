@@ -91,6 +91,7 @@ class Decoder(nn.Module):
             one: for tied weights, and for multi-token prediction.
         embedding: the first stage's, where it is on this rank too.
         queue: where a schedule that splits the backward pass finds deferred weight gradients.
+        initial_values: draw initial weights; else they are zero, to be loaded.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
         embedding_is_copied: bool = False,
         embedding: VocabParallelEmbedding | None = None,
         queue: WeightGradientQueue | None = None,
+        initial_values: bool = True,
     ) -> None:
         super().__init__()
         model, self.ctx = config.model, ctx
@@ -132,7 +134,7 @@ class Decoder(nn.Module):
             embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
         self._sharded_units: list[list[Bucket]] = []
         name_parameters(self)
-        initialise(self, ctx, config.training.seed)
+        initialise(self, ctx, config.training.seed if initial_values else None)
 
     def forward(self, x_SBD: Tensor | None, tokens: TokenBatch) -> Tensor:
         """Activations of the previous stage (None at the first) -> those for the next, or the loss at the last.

@@ -1,36 +1,68 @@
-"""Text from a model, in one process: one token at a time, after what came before.
+"""Text from a model: one token at a time, after what came before.
 
     prompts   [3 1 4] [2 7]   ->   [3 1 4] [_ 2 7]   padded on the left; padding is another document, which no one sees
     step 1    the whole prompts, whose keys and values stay in caches; then one token a step
+
+Ranks share the model: heads, widths and vocabulary over tp, experts over ep and etp. All hold all tokens: the sequence
+is not cut, for a step is one token long. Rank 0 chooses the next token for all.
 
 A model whose routing looks at whole groups of tokens (capacity, expert choice) is run anew over all tokens at each
 step, prompt by prompt: what it decides for a token depends on its neighbours. So is one whose text outgrows its
 context.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.model.cache import caching, without_caches
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.moe.capacity import needs_whole_groups
+from megatron_moe.moe.dispatchers import ReplicatedDispatcher
 from megatron_moe.moe.gate import Gate
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
+from megatron_moe.parallel.vocab import vocab_parallel_cross_entropy
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: temperature 0 takes the most likely one; top_k 0 and top_p 1 cut nothing off."""
+    """How the next token is chosen: temperature 0 takes the most likely one; top_k 0 and top_p 1 cut nothing off.
+
+    Raises:
+        ValueError: a number that means nothing.
+    """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name, value, highest in (
+            ("temperature", self.temperature, math.inf),
+            ("top-k", self.top_k, math.inf),
+            ("top-p", self.top_p, 1.0),
+        ):
+            if not 0 <= value <= highest or value == math.inf:  # NaN is caught, too
+                limit = "" if highest == math.inf else f" and at most {highest:g}"
+                raise ValueError(f"--{name} {value} must be at least 0{limit}.")
+
+
+def generation_model(config: Config, ctx: ParallelContext, *, initial_values: bool = True) -> Decoder:
+    """This rank's part of a model that generates, cut over tp, ep and etp; initial weights, or zeros to be loaded."""
+    assert ctx.cp.size == ctx.pp.size == 1
+    model = Decoder(replace(config, parallel=ParallelConfig()), ctx, initial_values=initial_values)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and ctx.ep.size * ctx.etp.size > 1:
+            layer.dispatcher = ReplicatedDispatcher(layer.gate.num_experts, ctx)
+    return model.eval()
 
 
 def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -46,7 +78,7 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
 
 
 def whole_batch(ids_SB: Tensor, ctx: ParallelContext, *, start: int = 0, padding_B: Tensor | None = None) -> TokenBatch:
-    """Tokens [S, B] to be looked at by one process, not trained on.
+    """Tokens [S, B] to be looked at, the same on all ranks, not trained on.
 
     Args:
         start: place of the first one; the caches hold those before.
@@ -78,10 +110,11 @@ def whole_batch(ids_SB: Tensor, ctx: ParallelContext, *, start: int = 0, padding
 
 @torch.no_grad()
 def next_logits(model: Decoder, tokens: TokenBatch) -> Tensor:
-    """[B, V] logits of the tokens that follow."""
-    assert model.ctx.world.size == 1 and model.output is not None
+    """[B, V] logits of the tokens that follow, on every rank."""
+    assert model.output is not None
     x_SBD = model.hidden(None, tokens)
-    return model.output(x_SBD[-1:])[0, :, : model.output.spec.shape[0]]
+    logits_VB = collectives.gather_dim0(model.output(x_SBD[-1:]).squeeze(0).T, model.ctx.tp)
+    return logits_VB[: model.output.spec.shape[0]].T
 
 
 def generate(
@@ -94,14 +127,17 @@ def generate(
     eod_id: int | None,
     sampling: Sampling,
     seed: int,
+    vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt, step by step; None for one whose document has ended. Stops when all have.
 
-    What a prompt gets depends neither on the others nor on the cache. Prompt i draws with the seed ``seed + i``.
+    What a prompt gets depends neither on the others nor on the cache nor on the layout. Prompt i draws with the seed
+    ``seed + i``. All ranks take all steps, and yield the same.
 
     Args:
         context_length: the model sees the last so many tokens: what it was trained on.
+        vocab_size: ids from here on are not chosen: those that the tokenizer lacks. Default: all are.
         use_cache: keep keys and values; else run over all tokens at each step.
     """
     model.eval()
@@ -111,15 +147,19 @@ def generate(
     ended = [False] * len(texts)
     with step.caches():
         for _ in range(max_new_tokens):
-            chosen: list[int | None] = []
-            for i, logits_V in enumerate(step.logits(texts).cpu()):
-                token = None if ended[i] else next_token(logits_V, sampling, generators[i])
-                texts[i].append(texts[i][-1] if token is None else token)
+            logits_BV, chosen = step.logits(texts), [text[-1] for text in texts]
+            if ctx.rank == 0:
+                for i, logits_V in enumerate(logits_BV.cpu()):
+                    if not ended[i]:
+                        chosen[i] = next_token(logits_V[:vocab_size], sampling, generators[i])
+            # Were every rank to choose, rounding could part them, and they would wait for each other for ever.
+            mine_B = torch.tensor(chosen, device=ctx.device) * (ctx.rank == 0)
+            for i, token in enumerate(collectives.sum_(mine_B, ctx.world).tolist()):
+                texts[i].append(token)
                 ended[i] = ended[i] or token == eod_id
-                chosen.append(None if ended[i] else token)
             if all(ended):
                 return
-            yield chosen
+            yield [None if end else text[-1] for text, end in zip(texts, ended, strict=True)]
 
 
 def looks_at_groups(model: Decoder) -> bool:
@@ -171,11 +211,11 @@ def text_loss(model: Decoder, ids: Sequence[int], ctx: ParallelContext, context_
     """
     assert model.output is not None
     model.eval()
-    total, count, vocab_size = 0.0, 0, model.output.spec.shape[0]
+    total, count = 0.0, 0
     for start in range(0, len(ids) - 1, context_length):
         stretch = torch.tensor(ids[start : start + context_length + 1], device=ctx.device)
         x_SBD = model.hidden(None, whole_batch(stretch[:-1].unsqueeze(1), ctx))
-        logits_SV = model.output(x_SBD)[:, 0, :vocab_size]
-        total += float(F.cross_entropy(logits_SV.float(), stretch[1:], reduction="sum"))
+        logits_SV = model.output(x_SBD).squeeze(1)
+        total += float(vocab_parallel_cross_entropy(logits_SV, stretch[1:], model.output.spec, ctx).sum())
         count += len(stretch) - 1
     return total, count

@@ -6,6 +6,10 @@
 
 Down projections are whole on every rank and see the tokens of the residual stream; only latents are gathered, which are
 shorter than x. Up projections are cut by heads.
+
+A single query, as in each step of generation, meets the latents themselves (section 2.1.2): key . query = latent .
+(kv_up key rows^T query), and a weighted sum of values is kv_up of one of latents. So kv_up is absorbed into queries and
+results, and nothing of a head is made for the tokens before.
 """
 
 import torch
@@ -79,12 +83,25 @@ class LatentAttention(CoreAttention):
         if self.rotary is not None:
             tables = self.rotary.tables(tokens.context(tokens.positions_SB), x_SBD.dtype)
             q_SBHR, k_SB1R = self.rotary.rotate(q_SBHR, tables), self.rotary.rotate(k_SB1R, tables)
-        latent_SBL, k_SB1R = self.remembered(latent_SBL, k_SB1R)
+        if self.cache is not None:
+            (latents_SBC,) = self.cache.extend(torch.cat([latent_SBL, k_SB1R.squeeze(2)], -1))
+            if len(x_SBD) == 1:
+                return self._absorbed(q_SBHN, q_SBHR, latents_SBC, tokens)
+            latent_SBL, k_SB1R = latents_SBC[..., : self.kv_rank], latents_SBC[..., None, self.kv_rank :]
         kv_SBHC = self.kv_up(latent_SBL).unflatten(-1, (-1, self.key_channels + self.value_channels))
         k_SBHN, v_SBHO = kv_SBHC.split([self.key_channels, self.value_channels], -1)
         k_SBHR = k_SB1R.expand(-1, -1, k_SBHN.shape[2], -1)
         q_SBHC, k_SBHC = torch.cat([q_SBHN, q_SBHR], -1), torch.cat([k_SBHN, k_SBHR], -1)
         return self.attend(q_SBHC, k_SBHC, v_SBHO, tokens)
+
+    def _absorbed(self, q_1BHN: Tensor, q_1BHR: Tensor, latents_SBC: Tensor, tokens: TokenBatch) -> Tensor:
+        """The same of one query and latents [S, B, L + R] of all tokens, which are the keys and values of one head."""
+        up_HCL = self.kv_up.weight.unflatten(0, (-1, self.key_channels + self.value_channels))
+        up_HNL, up_HOL = up_HCL.split([self.key_channels, self.value_channels], 1)
+        q_1BHL = torch.einsum("sbhn,hnl->sbhl", q_1BHN, up_HNL)
+        keys_SB1C = latents_SBC.unsqueeze(2)
+        y_1BHL = self.core(torch.cat([q_1BHL, q_1BHR], -1), keys_SB1C, keys_SB1C[..., : self.kv_rank], tokens)
+        return self.output(torch.einsum("sbhl,hol->sbho", y_1BHL, up_HOL).flatten(2))
 
     def _queries(self, x_SBD: Tensor) -> Tensor:
         """[S, B, rows of this rank's heads], from x or from its latent."""

@@ -47,6 +47,19 @@ def grouped_order(group_ids_N: Tensor, num_groups: int) -> tuple[Tensor, Tensor]
     return order_N, counts_G
 
 
+def own_experts_order(expert_ids_N: Tensor, ep_rank: int, num_local: int) -> tuple[Tensor, Tensor]:
+    """The copies for one rank's experts, grouped by expert. Waits for the device.
+
+    Returns:
+        kept_R: int64, the copy that goes to each row; those for other ranks are left out.
+        counts_L: int64, rows of each local expert.
+    """
+    local_ids_N = expert_ids_N - ep_rank * num_local
+    mine_M = ((local_ids_N >= 0) & (local_ids_N < num_local)).nonzero().squeeze(1)
+    order_R, counts_L = grouped_order(local_ids_N[mine_M], num_local)
+    return mine_M[order_R], counts_L
+
+
 def copy_rows(x_TD: Tensor, copies: Copies) -> Tensor:
     """[T, D] tokens -> [R, D], the token of each row."""
     return _CopyRows.apply(x_TD, copies)  # type: ignore[return-value]

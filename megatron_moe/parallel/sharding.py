@@ -158,13 +158,18 @@ def name_parameters(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, ctx: ParallelContext, seed: int) -> None:
-    """Give every parameter its initial values: a function of (seed, logical name, logical shape) alone."""
+def initialise(module: nn.Module, ctx: ParallelContext, seed: int | None) -> None:
+    """Give every parameter its initial values: a function of (seed, logical name, logical shape) alone.
+
+    Without a seed all are zero: weights that are loaded next need not be drawn, which takes minutes for large models.
+    """
     if ctx.device.type == "meta":
         return  # a dry run: shapes without data
     for parameter in sharded_parameters(module).values():
         spec, slices = parameter.spec, parameter.spec.logical_slices(ctx)
         parameter.zero_()  # padding stays zero
+        if seed is None:
+            continue
         kept = parameter.logical(parameter.data, ctx)
         if spec.stacked:
             for row, index in enumerate(range(slices[0].start, slices[0].stop)):

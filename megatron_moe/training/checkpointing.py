@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_moe.checkpoint import (
     BackgroundWriter,
@@ -25,16 +25,17 @@ from megatron_moe.checkpoint import (
 from megatron_moe.checkpoint.entries import Entry
 from megatron_moe.config import compare, from_dict
 from megatron_moe.config.schema import CheckpointConfig, Config
+from megatron_moe.model.decoder import Decoder
 from megatron_moe.moe.gate import Gate
 from megatron_moe.parallel.buckets import Piece
+from megatron_moe.parallel.sharding import sharded_parameters
 from megatron_moe.training.build import Machine
 from megatron_moe.training.launch import is_main_rank
 
 
-def _buffers(machine: Machine) -> dict[str, Tensor]:
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """What gates remember from step to step, by logical name: balancing biases, loads of the last global batch."""
-    modules = (item for stage in machine.stages.values() for item in stage.module.named_modules())
-    gates = [(name, module) for name, module in modules if isinstance(module, Gate)]
+    gates = [(name, module) for name, module in model.named_modules() if isinstance(module, Gate)]
     return {f"{name}.{key}": buffer for name, gate in gates for key, buffer in gate.named_buffers()}
 
 
@@ -45,7 +46,8 @@ def entries_of_machine(machine: Machine) -> list[Entry]:
     def state_of(piece: Piece) -> dict[str, Tensor]:
         return tensors[id(piece)]
 
-    return entries_of(machine.pieces, state_of, _buffers(machine), machine.ctx)
+    buffers = {name: buffer for stage in machine.stages.values() for name, buffer in _buffers(stage.module).items()}
+    return entries_of(machine.pieces, state_of, buffers, machine.ctx)
 
 
 class Saver:
@@ -111,7 +113,7 @@ def saved_config(folder: str, iteration: int | None) -> Config:
     """
     iteration = find_latest(folder) if iteration is None else iteration
     if iteration is None:
-        raise ValueError(f"{folder} holds no checkpoint.")
+        raise ValueError(f"{folder} holds no checkpoint; give the folder of a run, which holds folders iter_NNNNNNN.")
     return from_dict(yaml.safe_load(read_config_text(folder, iteration)))
 
 
@@ -166,6 +168,22 @@ def restore(
     if not weights_only:
         machine.optimizer.num_steps = int(scalars["optimizer_steps"])
     return scalars
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: str, iteration: int | None) -> None:
+    """Weights and biases of a checkpoint into a model that is not trained: without gradients and optimizer.
+
+    Raises:
+        CheckpointError: on every rank alike: there is none, it is damaged, or it is of another model.
+    """
+    ctx, pieces = model.ctx, []
+    for parameter in sharded_parameters(model).values():
+        weight, nothing = parameter.data.view(-1), parameter.data.new_empty(0)
+        replicas = parameter.spec.num_replicas(ctx)
+        pieces.append(Piece(parameter, 0, weight.numel(), weight=weight, grad=nothing, replicas=replicas))
+    entries = entries_of(pieces, lambda piece: {}, _buffers(model), ctx)
+    load_checkpoint(folder, iteration, entries, ctx, weights_only=True)
 
 
 def _source(config: CheckpointConfig) -> tuple[str, int, bool] | None:

@@ -121,7 +121,7 @@ def model_of(config: Config, weights: Source, dtype: str) -> Decoder:
     """A model of ours with given weights."""
     config = replace(config, parallel=ParallelConfig(), training=replace(config.training, params_dtype=dtype))
     ctx = ParallelContext.single()
-    model = Decoder(config, ctx)
+    model = Decoder(config, ctx, initial_values=False)
     with torch.no_grad():
         for name, parameter in sharded_parameters(model).items():
             parameter.logical(parameter.data, ctx).copy_(weights.read(name))

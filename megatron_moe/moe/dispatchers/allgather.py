@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import Copies, add_rows, copy_rows, grouped_order
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, own_experts_order
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
@@ -51,10 +51,7 @@ class AllGatherDispatcher:
         pairs_N2 = torch.stack([routing.token_ids_N, routing.expert_ids_N], 1).to(torch.int32)
         token_ids_N, expert_ids_N = self._gather(pairs_N2, copies).long().unbind(1)
         token_ids_N = token_ids_N + _first_tokens(tokens, copies).to(x_TD.device)
-        local_ids_N = expert_ids_N - self.ctx.ep.rank * self.num_local
-        mine_M = ((local_ids_N >= 0) & (local_ids_N < self.num_local)).nonzero().squeeze(1)
-        order_R, counts_L = grouped_order(local_ids_N[mine_M], self.num_local)
-        kept_R = mine_M[order_R]
+        kept_R, counts_L = own_experts_order(expert_ids_N, self.ctx.ep.rank, self.num_local)
         copies_here = Copies.of(token_ids_N[kept_R], tokens.total)
         rows_RD = copy_rows(self._gather(x_TD, tokens), copies_here)
         weights_R = self._gather(routing.weights_N.unsqueeze(1), copies).squeeze(1)[kept_R]

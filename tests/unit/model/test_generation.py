@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import Config, DataConfig, ModelConfig, MoEConfig, TrainingConfig
+from megatron_moe.model.cache import AttentionCache
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.generation import Sampling, generate, next_logits, next_token, text_loss, whole_batch
+from megatron_moe.model.latent_attention import LatentAttention
 from megatron_moe.parallel.context import ParallelContext
 from tests.helpers.building import token_batch
 
@@ -113,8 +115,11 @@ def test_prompts_of_any_length_whatever_the_group(moe):
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1]]
 KINDS = {
-    "grouped": {"num_query_groups": 1},
-    "window and sinks": {"window_size": (2, 0), "softmax_type": "learnable", "add_bias_linear": True},
+    "grouped": {"num_attention_heads": 4, "num_query_groups": 2},
+    "window and sinks": {
+        "window_size": (2, 0), "softmax_type": "learnable", "add_bias_linear": True, "num_attention_heads": 4,
+        "num_query_groups": 1,
+    },
     "latent": {
         "multi_latent_attention": True, "kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 3,
         "qk_layernorm": True,
@@ -125,7 +130,12 @@ KINDS = {
 
 def of_kind(kind: str) -> Decoder:
     changed = replace(CONFIG.model, **KINDS[kind])  # type: ignore[arg-type]
-    return Decoder(replace(CONFIG, model=changed), ParallelContext.single())
+    made = Decoder(replace(CONFIG, model=changed), ParallelContext.single())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.arange(len(parameter)) - 1.0)
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,6 +171,17 @@ def test_a_cache_is_used_and_left_behind():
     lengths.clear()
     run(model(moe_expert_capacity_factor=1.0), [1, 2, 3], Sampling(0))
     assert all(layer.attention.cache is None for layer in made.layers.values())  # type: ignore[union-attr]
+
+
+def test_latents_of_earlier_tokens_are_not_projected_again():
+    made, rows = of_kind("latent"), []
+    attention = made.layers["0"].attention
+    assert isinstance(attention, LatentAttention)
+    attention.kv_up.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    with mock.patch.object(AttentionCache, "extend", autospec=True, side_effect=AttentionCache.extend) as extend:
+        run(made, [1, 2, 3], Sampling(0), max_new_tokens=4)
+    assert rows == [3]  # for the prompt; then kv_up is absorbed
+    assert {call.args[1].shape[-1] for call in extend.call_args_list} == {6 + 4}
 
 
 @pytest.mark.parametrize("moe", [{}, {"moe_expert_capacity_factor": 1.0, "moe_group_size": "4"}], ids=str)

@@ -29,6 +29,9 @@ TOTALS = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200 - 58 * 256,
+    # embedding, attention, 6 dense layers, 6 of 128 experts with their rows of the router, norms
+    "switch-base-128-decoder": 32128 * 768 + 12 * 4 * 768**2 + 6 * 2 * 768 * 3072 + 6 * 128 * 768 * 6145 + 25 * 768,
+    "gshard-12l-128e-decoder": 1024 * (64000 + 12 * 4 * 2048 + 6 * 2 * 8192 + 6 * 128 * 16385 + 25 * 2),
 }
 PUBLISHED = {
     "mixtral-8x7b": (46.7, 12.9, "with"),
