@@ -49,7 +49,8 @@ _EXCEPTIONS = {
         check_for_nan_in_loss_and_grad on_nonfinite on_spike loss_spike_factor grad_norm_spike_factor
         """,
     Agreement.FREE: """
-        make_vocab_size_divisible_by moe_token_dispatcher_type moe_dispatch_deduplicate moe_expert_backend num_workers
+        make_vocab_size_divisible_by moe_token_dispatcher_type moe_dispatch_deduplicate moe_overlap_degree
+        moe_expert_backend num_workers
         """,
 }
 BY_NAME = {name: agreement for agreement, names in _EXCEPTIONS.items() for name in names.split()}

@@ -3,7 +3,11 @@
     x_SBD -> gate -> Choice -> Routing -> dispatch (all-to-all over ep) -> rows_RD -> experts -> combine -> y_SBD
         \\--> shared expert (every token) ------------------------------------------- + or learned weights -> +
 
-With a learned coefficient the two outputs are weighed instead of added (``moe/residual.py``).
+With a learned coefficient the two outputs are weighed instead of added (``moe/residual.py``). Transfers are under way
+while something else is computed: the shared expert, or, with the tokens in parts, the experts of another part.
+
+    part 1   dispatch | experts  | combine
+    part 2              dispatch | experts | combine
 """
 
 import torch
@@ -17,7 +21,7 @@ from megatron_moe.moe.gate import Gate
 from megatron_moe.moe.losses import attach_loss
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.residual import ResidualCoefficient
-from megatron_moe.moe.routing import flatten
+from megatron_moe.moe.routing import flatten, split_tokens
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
@@ -48,6 +52,8 @@ class MoELayer(nn.Module):
         self.config, self.ctx = moe, ctx
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
+        for weight in (self.experts.fc1, self.experts.fc2):
+            weight.gradients_per_microbatch = moe.moe_overlap_degree
         self.shared_expert = shared_expert
         self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
         self.dispatcher = build_dispatcher(
@@ -60,11 +66,17 @@ class MoELayer(nn.Module):
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
         sent_before = self._sent_bytes()
-        arriving = self.dispatcher.dispatch(x_SBD.flatten(0, 1), flatten(choice, has_holes))
+        chunks = split_tokens(flatten(choice, has_holes), x_SBD.flatten(0, 1), self.config.moe_overlap_degree)
+        arriving = self.dispatcher.dispatch(*chunks[0])
         shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
-        dispatched = arriving()
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
-        y_SBD = self.dispatcher.combine(rows_RD, dispatched)().view(x_SBD.shape)
+        returning = []
+        for following in [*chunks[1:], None]:
+            dispatched = arriving()
+            if following is not None:  # travels while this part's experts compute
+                arriving = self.dispatcher.dispatch(*following)
+            rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
+            returning.append(self.dispatcher.combine(rows_RD, dispatched))
+        y_SBD = torch.cat([arrived() for arrived in returning]).view(x_SBD.shape)
         self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: self._sent_bytes() - sent_before)
         if shared_SBD is not None:
             y_SBD = self._join(x_SBD, y_SBD, shared_SBD)

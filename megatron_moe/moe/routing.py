@@ -127,6 +127,19 @@ def flatten(choice: Choice, can_drop: bool) -> Routing:
     return Routing(copies_N // max(num_slots, 1), expert_ids_N, weights_N)
 
 
+def split_tokens(routing: Routing, x_TD: Tensor, num_parts: int) -> list[tuple[Tensor, Routing]]:
+    """Tokens and their copies in parts of consecutive tokens, as equal as can be. Waits for the device once."""
+    if num_parts == 1:
+        return [(x_TD, routing)]
+    edges = [x_TD.shape[0] * i // num_parts for i in range(num_parts + 1)]
+    edges_N = torch.searchsorted(routing.token_ids_N, torch.tensor(edges, device=routing.token_ids_N.device)).tolist()
+    parts = []
+    for first, last, start, stop in zip(edges, edges[1:], edges_N, edges_N[1:], strict=False):
+        token_ids, expert_ids, weights = (value_N[start:stop] for value_N in routing)
+        parts.append((x_TD[first:last], Routing(token_ids - first, expert_ids, weights)))
+    return parts
+
+
 def make_choice(
     expert_ids_GTK: Tensor,
     weights_GTK: Tensor,

@@ -37,6 +37,7 @@ LAYOUT_FIELDS = {
     "zero": "data_parallel_sharding_strategy",
     "dispatcher": "moe_token_dispatcher_type",
     "deduplicate": "moe_dispatch_deduplicate",
+    "overlap": "moe_overlap_degree",
 }
 _SWITCHES = ("sp", "deduplicate")
 Kind = tuple[bool, int | None]  # of a layer: whether it is MoE, and how far it sees to its left

@@ -121,7 +121,7 @@ def _features_conflict(row: Row) -> bool:
             get("sp") == "off" and tp > 1 and get("model") == "moe",
             get("cp_comm") == "p2p" and get("cp") == "1",
             given("zero", "0") and get("dp") == "1" and get("cp") == "1",
-            given("dispatcher", "alltoall") and get("ep") == "1" and get("etp") == "1",
+            get("dispatcher") in ("allgather", "deduplicated") and get("ep") == "1" and get("etp") == "1",
             get("group") == "pair" and get("mbs") == "1",
             given("skew", "-") and given("router", "force_skewed"),
             get("skew") == "-" and get("router") == "force_skewed",

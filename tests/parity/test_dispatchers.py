@@ -33,6 +33,8 @@ NUM_EXPERTS, HIDDEN, PER_TOKEN = 4, 3, 2
             True,
         ),
         ("pp=2,dp=2,ep=2,mbs=2,schedule=zb-v,deduplicate=1", {"recompute_granularity": "full"}, False),
+        ("dp=4,ep=4,overlap=3,zero=2", {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 16}, True),
+        ("pp=2,dp=2,ep=2,schedule=zb-h1,overlap=2,dispatcher=allgather", {"moe_expert_capacity_factor": 0.8}, False),
     ],
 )
 def test_against_one_process(text: str, values: dict[str, Any], padded: bool, ranks: RankPool) -> None:

@@ -13,7 +13,7 @@ _NAMES_BY_RANGE = {
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
         original_max_position_embeddings rotary_scaling_factor
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
-        make_vocab_size_divisible_by num_experts moe_segmentation_factor moe_ffn_hidden_size
+        make_vocab_size_divisible_by num_experts moe_segmentation_factor moe_ffn_hidden_size moe_overlap_degree
         moe_shared_expert_intermediate_size
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_group_score_topk
         moe_router_force_skew

@@ -128,6 +128,11 @@ class MoEConfig:
         "With alltoall: send a token once to each rank that has experts for it, and copy it there, instead of one row "
         "for each of its experts.",
     )
+    moe_overlap_degree: int = flag(
+        1,
+        "Send a layer's tokens in so many parts: one part travels while the experts of another compute. The same "
+        "bytes in more and smaller messages.",
+    )
     moe_expert_backend: str = flag(
         "auto",
         "Expert product: one grouped matrix product, or a loop over experts; auto picks by device and type.",
