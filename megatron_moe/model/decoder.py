@@ -23,7 +23,7 @@ from megatron_moe.model.norm import Norm
 from megatron_moe.moe.losses import attach_loss
 from megatron_moe.parallel.buckets import Bucket
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.gradients import with_weights
+from megatron_moe.parallel.gradients import ShardedUnit, with_weights
 from megatron_moe.parallel.linear import enter_tp, linear
 from megatron_moe.parallel.sharding import (
     Initial,
@@ -132,7 +132,8 @@ class Decoder(nn.Module):
         self.output = OutputLayer(config, ctx, dtype, near) if has_output else None
         if has_output and embedding is not None and ends_share:
             embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
-        self._sharded_units: list[list[Bucket]] = []
+        self._sharded_units: list[ShardedUnit] = []  # layers, then prediction modules
+        self._outside: list[Bucket] = []
         name_parameters(self)
         initialise(self, ctx, config.training.seed if initial_values else None)
 
@@ -154,11 +155,11 @@ class Decoder(nn.Module):
         """The prediction modules one after the other: weighted losses of tokens ever further ahead."""
         losses, (embedding,) = [], self._embedding
         assert embedding is not None
-        units = self._sharded_units[1 + len(self.layers) :]
+        units = self._sharded_units[len(self.layers) :]
         for k, (module, unit) in enumerate(zip_longest(self.mtp, units)):
             further = ahead(tokens, k + 1)
             e_SBD = embedding(tokens.context(further.ids_SB))
-            h_SBD = with_weights(unit or [], partial(module, tokens=further), torch.stack([h_SBD, e_SBD]))
+            h_SBD = with_weights(unit, partial(module, tokens=further), torch.stack([h_SBD, e_SBD]))
             losses.append(self._loss(h_SBD, further))
         self.mtp_losses[tokens.microbatch] = torch.stack(losses).detach()
         return self.mtp_scale * torch.stack(losses).sum()
@@ -173,14 +174,14 @@ class Decoder(nn.Module):
 
     def hidden(self, x_SBD: Tensor | None, tokens: TokenBatch) -> Tensor:
         """Through the embedding, where it is here, and the layers: [S', B, D]."""
-        for bucket in self._sharded_units[0] if self._sharded_units else ():
+        for bucket in self._outside:
             bucket.gather()
         if self.embedding is not None:
             ids_SB = tokens.context(tokens.ids_SB)
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
-        for block, unit in zip_longest(self.layers.values(), self._sharded_units[1 : 1 + len(self.layers)]):
-            x_SBD = with_weights(unit or [], partial(block, tokens=tokens), x_SBD)
+        for block, unit in zip_longest(self.layers.values(), self._sharded_units[: len(self.layers)]):
+            x_SBD = with_weights(unit, partial(block, tokens=tokens), x_SBD)
         return x_SBD
 
     def units(self) -> list[list[ShardedParameter]]:
@@ -192,4 +193,6 @@ class Decoder(nn.Module):
 
     def use_sharded_weights(self, units: list[list[Bucket]]) -> None:
         """From now on gather a layer's weights around its use; what is outside the layers stays for the whole step."""
-        self._sharded_units = units
+        self._outside, *inside = units
+        num_layers = len(self.layers)  # apart from the prediction modules, which do not run in evaluation
+        self._sharded_units = ShardedUnit.chain(inside[:num_layers]) + ShardedUnit.chain(inside[num_layers:])

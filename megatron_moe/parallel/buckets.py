@@ -64,6 +64,7 @@ class Bucket:
         self.shard_weights = self.weights[self.shard]
         self.reducing = False
         self._work: dist.Work | None = None
+        self._gathering: dist.Work | None = None
         self._received: Tensor | None = None
         self._contributions = 0  # gradients accumulated in this step
         self._untouched = set(parameters)  # no gradient is in their part of the buffer yet, but garbage
@@ -140,21 +141,33 @@ class Bucket:
         if self.parameters[0].spec.tied:
             collectives.sum_(self.shard_grads, ends)
 
-    def gather(self) -> None:
-        """This rank's range of the weights -> all weights, where they are not here."""
+    def begin_gather(self) -> None:
+        """Begin: this rank's range of the weights -> all weights, where they are not here."""
         if _is_free(self.weights):
             _allocate(self.weights)
-            self.collect_weights()
+            # Through ``data``: autograd must not take a gather for a change of the weights it has saved.
+            self._gathering = collectives.start_gather_dim0(self.weights.data, self.shard_weights, self.axis)
+
+    def gather(self) -> None:
+        """See to it that all weights are here."""
+        self.begin_gather()
+        self._finish_gather()
+
+    def _finish_gather(self) -> None:
+        if self._gathering is not None:
+            with self.axis.traffic.waiting():
+                self._gathering.wait()
+            self._gathering = None
 
     def collect_weights(self) -> None:
-        """Every rank's range of the weights -> all weights on every rank."""
+        """Every rank's range of the weights -> all weights on every rank. Through ``data``, as above."""
         if self.num_shards > 1:
-            # Through ``data``: autograd must not take a gather for a change of the weights it has saved.
             self.weights.data.copy_(collectives.gather_dim0(self.shard_weights, self.axis))
 
     def release(self) -> None:
         """Give the memory of the weights back, where only ranges are kept."""
         if self.num_shards > 1 and self.sharding.parameters:
+            self._finish_gather()
             _free(self.weights)
 
     def zero(self) -> None:

@@ -84,6 +84,12 @@ def start_sum(tensor: Tensor, axis: Axis) -> dist.Work | None:
     return dist.all_reduce(tensor, group=axis.group, async_op=True)
 
 
+def start_gather_dim0(whole: Tensor, share: Tensor, axis: Axis) -> dist.Work | None:
+    """:func:`gather_dim0` into a given tensor that returns at once; the whole is there after ``wait``."""
+    axis.traffic.add(axis.name, "all_gather", (axis.size - 1) * _bytes(share))
+    return _all_gather_single(whole, share, group=axis.group, async_op=True)
+
+
 def start_scatter_sum_dim0(tensor: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
     """:func:`scatter_sum_dim0` that returns at once with the tensor that will hold the result."""
     axis.traffic.add(axis.name, "reduce_scatter", (axis.size - 1) * _bytes(tensor) // axis.size)

@@ -4,7 +4,8 @@
     no_shard              all-reduced once per step            everything            whole
     optim                 reduce-scattered once per step       its range             gathered once per step
     optim_grads           reduce-scattered per micro-batch     its range             gathered once per step
-    optim_grads_params    reduce-scattered per micro-batch     its range             gathered around each use
+    optim_grads_params    reduce-scattered per micro-batch     its range             gathered around each use,
+                                                                                     the next layer's beforehand
 
 Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as
 its last gradient is there and overlaps with the rest of the backward pass. Ranges that cut through parameters are
@@ -12,6 +13,7 @@ boxes in logical coordinates (``megatron_moe.checkpoint``), so they reshard free
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +105,20 @@ def _collect(parameter: ShardedParameter) -> None:
         parameter.grad = None
 
 
+class ShardedUnit(NamedTuple):
+    """Buckets of a part of the model whose weights are gathered around its use, and those of its neighbours."""
+
+    buckets: list[Bucket]
+    previous: list[Bucket]
+    following: list[Bucket]
+
+    @staticmethod
+    def chain(units: Sequence[list[Bucket]]) -> "list[ShardedUnit]":
+        """Of parts that run one after the other."""
+        ends: list[list[Bucket]] = [[]]
+        return [ShardedUnit(*three) for three in zip(units, ends + [*units], [*units[1:]] + ends, strict=False)]
+
+
 class _ReleaseAfterBackward(torch.autograd.Function):
     """Identity at the entrance of a unit: when the backward pass comes out here, the weights are done with."""
 
@@ -122,27 +138,35 @@ class _GatherBeforeBackward(torch.autograd.Function):
     """Identity at the exit of a unit: when the backward pass enters here, the weights are needed again."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, y: Tensor, unit: list[Bucket]) -> Tensor:
+    def forward(ctx: FunctionCtx, y: Tensor, unit: ShardedUnit) -> Tensor:
         ctx.unit = unit  # type: ignore[attr-defined]
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        for bucket in ctx.unit:  # type: ignore[attr-defined]
-            bucket.gather()
+        _gather(ctx.unit.buckets, ctx.unit.previous)  # type: ignore[attr-defined]
         return grad, None
 
 
-def with_weights(unit: list[Bucket], run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a part of the model whose weights are sharded: gather, run, release; and so again in the backward pass."""
-    if not unit:
+def with_weights(unit: ShardedUnit | None, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a part of the model, where its weights are sharded: gather, run, release; and so again in the backward pass.
+
+    The weights of the part that runs next, here or in the backward pass, are gathered meanwhile.
+    """
+    if unit is None:
         return run(x)
-    for bucket in unit:
-        bucket.gather()
-    y = _GatherBeforeBackward.apply(run(_ReleaseAfterBackward.apply(x, unit)), unit)  # type: ignore[arg-type]
-    for bucket in unit:
+    _gather(unit.buckets, unit.following)
+    y = _GatherBeforeBackward.apply(run(_ReleaseAfterBackward.apply(x, unit.buckets)), unit)  # type: ignore[arg-type]
+    for bucket in unit.buckets:
         bucket.release()
     return y  # type: ignore[return-value]
+
+
+def _gather(needed: list[Bucket], soon: list[Bucket]) -> None:
+    for bucket in needed:
+        bucket.gather()
+    for bucket in soon:
+        bucket.begin_gather()
 
 
 def _cut(parameters: list[ShardedParameter], limit: int) -> Iterator[list[ShardedParameter]]:
