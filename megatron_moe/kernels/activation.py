@@ -23,7 +23,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_PF: Tensor, weights_1: Tensor | None) -> Tensor:
         gate, up = x_PF.unbind(-2)
-        ctx.save_for_backward(x_PF, weights_1)
+        ctx.save_for_backward(x_PF, weights_1)  # type: ignore[arg-type]
         y = F.silu(gate).mul_(up)
         return y if weights_1 is None else y.mul_(weights_1)
 

@@ -13,6 +13,7 @@ boxes in logical coordinates (``megatron_moe.checkpoint``), so they reshard free
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -101,8 +102,15 @@ def _collect(parameter: ShardedParameter) -> None:
     gradient = parameter.grad
     if gradient is not None:  # None: the operation has accumulated it already, or the queue will
         assert parameter.accumulate is not None
-        parameter.accumulate(lambda out, beta: out.copy_(gradient) if beta == 0 else out.add_(gradient))
+        parameter.accumulate(partial(_write, gradient))
         parameter.grad = None
+
+
+def _write(gradient: Tensor, out: Tensor, beta: float) -> None:
+    if beta == 0:
+        out.copy_(gradient)
+    else:
+        out.add_(gradient)
 
 
 class ShardedUnit(NamedTuple):
