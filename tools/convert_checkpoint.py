@@ -46,7 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     importing.add_argument(
         "--from", dest="origin", choices=("huggingface", "megatron-core"), default="huggingface", help="what SOURCE is"
     )
-    importing.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="multi-token-prediction modules")
+    importing.add_argument(
+        "--mtp",
+        choices=("keep", "drop", "copy"),
+        default="keep",
+        help="multi-token-prediction modules; copy: where there are none, begin with copies of the last layer",
+    )
     importing.add_argument(
         "--dtype", choices=DTYPE_NAMES, help="--params-dtype; default: the narrowest that loses nothing"
     )

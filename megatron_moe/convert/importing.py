@@ -27,6 +27,7 @@ from megatron_moe.convert.huggingface import TOKENIZER_FILES, HuggingFaceFolder,
 from megatron_moe.convert.megatron_arguments import read_arguments
 from megatron_moe.convert.megatron_core import MegatronTensors, megatron_core
 from megatron_moe.convert.moving import Plan, check_copies, dtypes_of, import_pieces, plan_import, widest
+from megatron_moe.convert.predictions import PREFIX, with_copied_modules
 from megatron_moe.convert.quantised import Dequantised, Source
 from megatron_moe.convert.torch_dist import TorchDistFolder
 
@@ -69,7 +70,8 @@ def prepare_import(
     """Read the configuration and the headers of a Hugging Face folder, and plan.
 
     Args:
-        predictions: multi-token-prediction modules: keep or drop.
+        predictions: multi-token-prediction modules: keep or drop; copy: where there are none, begin with copies of the
+            last layer.
         dtype: --params-dtype; default: the narrowest that loses nothing.
         ignore: keys of config.json that the user knows to change nothing.
 
@@ -86,7 +88,7 @@ def prepare_import(
     if isinstance(length, int):
         config = replace(config, data=replace(config.data, seq_length=length))
     source = Dequantised(hf, hf.config.get("quantization_config"))
-    made = _planned(family, config, source, describe, dtype, drop_predictions=predictions == "drop")
+    made = _planned(family, config, source, describe, dtype, predictions)
     check_tokenizer(hf, made.config)
     record = {
         "family": family.model_type,
@@ -110,7 +112,8 @@ def prepare_megatron_import(
 
     Args:
         config: of the model, instead of the arguments in the checkpoint.
-        predictions: multi-token-prediction modules: keep or drop.
+        predictions: multi-token-prediction modules: keep or drop; copy: where there are none, begin with copies of the
+            last layer.
         dtype: --params-dtype; default: the narrowest that loses nothing.
         vocab_size: of the tokenizer; rows beyond are padding. Default: that of the arguments, else all rows.
         ignore: arguments that the user knows to change nothing.
@@ -136,20 +139,32 @@ def prepare_megatron_import(
     if drop:
         config = replace(config, model=replace(config.model, mtp_num_layers=None))
     family = megatron_core(config.model.gated, drop_predictions=drop)
-    return _planned(family, config, MegatronTensors(theirs, config), describe, dtype, drop_predictions=drop)
+    return _planned(family, config, MegatronTensors(theirs, config), describe, dtype, predictions)
 
 
 def _planned(
-    family: Family, config: Config, source: Source, describe: Describe, dtype: str | None, *, drop_predictions: bool
+    family: Family, config: Config, source: Source, describe: Describe, dtype: str | None, predictions: str
 ) -> Import:
+    num_layers = config.model.num_layers
+    copy = predictions == "copy" and not _has_modules(source, num_layers)
+    if copy:
+        config = replace(config, model=replace(config.model, mtp_num_layers=config.model.mtp_num_layers or 1))
     ours = _described(config, "bfloat16", describe)
-    plan = plan_import(family, source, ours, config.model.num_layers, drop_predictions=drop_predictions)
+    there = {name: described for name, described in ours.items() if not (copy and name.startswith(PREFIX))}
+    plan = plan_import(family, source, there, num_layers, drop_predictions=predictions == "drop")
+    if copy:
+        plan = with_copied_modules(plan, ours, num_layers)
     if dtype is None:
         dtype = str(widest(plan, source, ours)).removeprefix("torch.")
     config = replace(config, training=replace(config.training, params_dtype=dtype))
     described = _described(config, dtype, describe)
     ordered = {step.ours.name: described[step.ours.name] for step in plan.steps}
     return Import(family, config, source, ordered, plan)
+
+
+def _has_modules(source: Source, num_layers: int) -> bool:
+    """Whether tensors have the names of prediction modules: Hugging Face's are layers after the last."""
+    return any(name.startswith((f"model.layers.{num_layers}.", "mtp.layers.")) for name in source.tensors)
 
 
 def import_folder(made: Import, out: str | Path) -> Path:
