@@ -247,6 +247,8 @@ def test_outputs_and_tokenizers(models, tmp_path: Path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ours")]) == 1
     assert "not empty" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
+    assert "not empty" in capsys.readouterr().err and not list(tmp_path.glob("*.tmp-*"))
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == 5
