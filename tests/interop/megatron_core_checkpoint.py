@@ -10,13 +10,16 @@ repository root (megatron-core asks for a newer Python than it needs here)::
     PYTHONPATH=. python tests/interop/megatron_core_checkpoint.py
 
 Every model has loud weights: norms, biases and the bias of the choice far from their defaults. The largest relative
-difference of logits seen with 0.19.2 was 8e-7, in float32. ``--fixture tests/unit/convert/megatron_core.tar.gz`` writes
+difference of logits seen with 0.19.2 was 8e-7, in float32. Some are loaded and saved again by two ranks, and must then
+give the same bits. ``--fixture tests/unit/convert/megatron_core.tar.gz`` writes
 the checkpoint that the test beside it reads, with its tokens and logits.
 """
 
 import argparse
 import contextlib
 import os
+import shutil
+import socket
 import sys
 import tarfile
 import tempfile
@@ -30,6 +33,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from megatron_moe.convert.importing import import_folder, prepare_megatron_import
+from megatron_moe.convert.moving import import_pieces
 from megatron_moe.model.generation import whole_batch
 from megatron_moe.model.multi_token import ahead
 from megatron_moe.model.size import logical_tensors
@@ -90,8 +94,9 @@ FIXTURE = "sigmoid, bias, groups, shared, qk norm, dense first"
 
 
 @contextlib.contextmanager
-def on_the_cpu() -> Any:
+def on_the_cpu(rank: int, world_size: int, layout: dict[str, int]) -> Any:
     """megatron-core asks torch.cuda for its device and streams, whatever it runs on."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": str(world_size)}
     cpu, stay = torch.device("cpu"), lambda self, *args, **kwargs: self
     names = {"current_device": lambda: cpu, "set_device": lambda *a: None, "manual_seed": torch.manual_seed}
     names |= {"get_rng_state": lambda *a, **k: torch.get_rng_state(), "synchronize": lambda *a: None}
@@ -100,10 +105,20 @@ def on_the_cpu() -> Any:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", stay))
         stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", stay))
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+
+        random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+        random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+        dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **layout)
+        random.model_parallel_cuda_manual_seed(1)
         yield
+        dist.destroy_process_group()
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, *, layout: dict[str, int] | None = None, **stage: bool) -> Any:
     """A model of megatron-core in float32 with loud weights."""
     from megatron.core.activations import squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -119,6 +134,8 @@ def model_of(name: str) -> Any:
     config = TransformerConfig(
         **fields,
         **off,
+        **(layout or {}),
+        pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         moe_router_load_balancing_type="none",
@@ -134,6 +151,7 @@ def model_of(name: str) -> Any:
         max_sequence_length=64,
         position_embedding_type="rope",
         mtp_block_spec=mtp,
+        **stage,
         **{"rotary_base": 123, "share_embeddings_and_output_weights": False, **arguments},
     )
     generator = torch.Generator().manual_seed(3)
@@ -167,7 +185,7 @@ def save(model: Any, name: str, folder: Path) -> None:
 
     metadata = {**VARIANTS[name][2], "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {"model": model.sharded_state_dict(metadata=metadata), "args": arguments_of(name), "iteration": 7}
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(state, str(folder))
 
 
@@ -207,23 +225,45 @@ def ours(checkpoint: Path, ids_BS: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp 2": {"tensor_model_parallel_size": 2},
+    "pp 2": {"pipeline_model_parallel_size": 2},
+    "ep 2": {"expert_model_parallel_size": 2},
+}
+
+
+def resave(rank: int, name: str, layout: str, source: str, target: str) -> None:
+    """On one of two ranks: load a checkpoint under a layout of megatron-core, and save it again."""
+    with on_the_cpu(rank, 2, LAYOUTS[layout]):
+        from megatron.core import dist_checkpointing, parallel_state
+
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        model = model_of(name, pre_process=first, post_process=last, layout=LAYOUTS[layout])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(-7.0)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {**VARIANTS[name][2], "dp_cp_group": group}
+        state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, source)
+        model.load_state_dict(state["model"])
+        save(model, name, Path(target))
+
+
+def free_port() -> str:
+    """One that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
 def main() -> int:
     """Every variant: written by megatron-core, imported, compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fixture", type=Path)
     args = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.setdefault("MASTER_PORT", "29571")
-    with on_the_cpu():
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import random
-
-        random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-        random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-        dist.init_process_group("gloo")
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-        random.model_parallel_cuda_manual_seed(1)
+    kept = tempfile.mkdtemp()
+    os.environ["MASTER_PORT"] = free_port()
+    with on_the_cpu(0, 1, {}):
         ids_BS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(5))
         failed = 0
         for name in VARIANTS:
@@ -231,6 +271,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 theirs = Path(folder) / "theirs"
                 save(model, name, theirs)
+                shutil.copytree(theirs, Path(kept) / name)
                 made = prepare_megatron_import(theirs, logical_tensors, vocab_size=V)
                 found = ours(import_folder(made, Path(folder) / "ours"), ids_BS)
                 expected = outputs(model, ids_BS)
@@ -243,8 +284,27 @@ def main() -> int:
                 error = float((values - expected[what]).abs().max() / expected[what].abs().max())
                 failed += error > 1e-5
                 print(f"{name}: {len(made.ours)} tensors, {what} differ by {error:.1e}")
-        dist.destroy_process_group()
+    failed += layouts(Path(kept))
+    shutil.rmtree(kept)
     return int(failed > 0)
+
+
+def layouts(kept: Path) -> int:
+    """The checkpoints of two ranks hold what those of one process do; how many do not."""
+    failed = 0
+    for name in (FIXTURE, "one by one", "softmax over all, tied"):
+        one = prepare_megatron_import(kept / name, logical_tensors, vocab_size=V)
+        for layout in LAYOUTS:
+            target = kept / f"{name}, {layout}"
+            target.mkdir()
+            os.environ["MASTER_PORT"] = free_port()
+            torch.multiprocessing.spawn(resave, (name, layout, str(kept / name), str(target)), nprocs=2)
+            two = prepare_megatron_import(target, logical_tensors, vocab_size=V)
+            pieces = [list(import_pieces(made.plan, made.source, made.ours)) for made in (one, two)]
+            same = all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(*pieces, strict=True))
+            failed += not same
+            print(f"{name}, {layout}: {len(pieces[1])} pieces, {'the same bits' if same else 'NOT the same'}")
+    return failed
 
 
 if __name__ == "__main__":
