@@ -1,6 +1,7 @@
-"""Converts checkpoints: Hugging Face folders to this project's and back.
+"""Converts checkpoints: Hugging Face folders to this project's and back; Megatron-Core's to this project's.
 
     python tools/convert_checkpoint.py import Mixtral-8x7B-v0.1 runs/mixtral
+    python tools/convert_checkpoint.py import --from megatron-core megatron/checkpoints runs/moe
     python pretrain_moe.py --config runs/mixtral/config.yaml --load runs/mixtral --finetune --save runs/tuned ...
     python tools/convert_checkpoint.py export runs/tuned mixtral-tuned --like Mixtral-8x7B-v0.1
     python tools/convert_checkpoint.py verify Mixtral-8x7B-v0.1 runs/mixtral
@@ -18,9 +19,16 @@ from pathlib import Path
 
 from megatron_moe.checkpoint import checkpoint_path, find_latest
 from megatron_moe.checkpoint.index import INDEX_FILE
+from megatron_moe.config import load_config
 from megatron_moe.convert.exporting import export_folder, prepare_export
 from megatron_moe.convert.families import FAMILIES
-from megatron_moe.convert.importing import DTYPE_NAMES, import_folder, prepare_import
+from megatron_moe.convert.importing import (
+    DTYPE_NAMES,
+    Import,
+    import_folder,
+    prepare_import,
+    prepare_megatron_import,
+)
 from megatron_moe.model.size import logical_tensors
 from megatron_moe.training.conversion_check import compare_models, compare_tensors
 
@@ -30,15 +38,33 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "families: " + ", ".join(FAMILIES)
     commands = parser.add_subparsers(dest="command", required=True)
-    importing = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
-    importing.add_argument("source", type=Path, help="folder with config.json and safetensors files")
+    importing = commands.add_parser("import", help="Hugging Face folder, or checkpoint of Megatron-Core -> checkpoint")
+    importing.add_argument(
+        "source", type=Path, help="folder with config.json and safetensors files; of Megatron: iter_... or the run"
+    )
     importing.add_argument("out", type=Path, help="folder for the checkpoint; new or empty")
-    importing.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="multi-token-prediction modules")
+    importing.add_argument(
+        "--from", dest="origin", choices=("huggingface", "megatron-core"), default="huggingface", help="what SOURCE is"
+    )
+    importing.add_argument(
+        "--mtp",
+        choices=("keep", "drop", "copy"),
+        default="keep",
+        help="multi-token-prediction modules; copy: where there are none, begin with copies of the last layer",
+    )
     importing.add_argument(
         "--dtype", choices=DTYPE_NAMES, help="--params-dtype; default: the narrowest that loses nothing"
     )
     importing.add_argument(
         "--ignore-config-key", action="append", default=[], metavar="KEY", help="a key that you know to change nothing"
+    )
+    importing.add_argument(
+        "--config",
+        metavar="FILE",
+        help="megatron-core: the model in settings of ours, if the checkpoint lacks arguments",
+    )
+    importing.add_argument(
+        "--vocab-size", type=int, help="megatron-core: of the tokenizer; rows beyond are padding, and are cut"
     )
     exporting = commands.add_parser("export", help="checkpoint -> Hugging Face folder")
     exporting.add_argument("source", type=Path, help="checkpoint (iter_...), or the folder of a run: its latest")
@@ -72,12 +98,29 @@ def one(folder: Path) -> Path:
     return checkpoint_path(folder, iteration)
 
 
+def prepared(args: argparse.Namespace) -> Import:
+    """The import that was asked for. Raises ValueError."""
+    if args.origin == "huggingface":
+        if args.config is not None or args.vocab_size is not None:
+            raise ValueError("--config and --vocab-size are for --from megatron-core: config.json has both.")
+        return prepare_import(
+            args.source, logical_tensors, predictions=args.mtp, dtype=args.dtype, ignore=args.ignore_config_key
+        )
+    return prepare_megatron_import(
+        args.source,
+        logical_tensors,
+        config=None if args.config is None else load_config(args.config),
+        predictions=args.mtp,
+        dtype=args.dtype,
+        vocab_size=args.vocab_size,
+        ignore=args.ignore_config_key,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for; exit status."""
     if args.command == "import":
-        made = prepare_import(
-            args.source, logical_tensors, predictions=args.mtp, dtype=args.dtype, ignore=args.ignore_config_key
-        )
+        made = prepared(args)
         path = import_folder(made, args.out)
         print(f"{made.family.model_type}: {len(made.ours)} tensors, {made.config.training.params_dtype} -> {path}")
         return 0

@@ -21,8 +21,8 @@ from megatron_moe.config import dump
 from megatron_moe.config.patterns import moe_layer_pattern
 from megatron_moe.config.schema import Config
 from megatron_moe.convert.exporting import Weights, config_of
-from megatron_moe.convert.huggingface import CONFIG, companions_of, finished_folder
-from megatron_moe.convert.importing import COMPANION_FOLDER, prepare_import, with_data
+from megatron_moe.convert.huggingface import CONFIG, finished_folder
+from megatron_moe.convert.importing import COMPANION_FOLDER, prepare_import, with_tokenizer
 from megatron_moe.convert.quantised import Source
 from megatron_moe.convert.upcycling import SCALINGS, Imported, Upcycling, moe_config, upcycled_pieces
 from megatron_moe.model.size import logical_tensors
@@ -50,7 +50,7 @@ def dense_model(source: Path, out: Path) -> tuple[Config, Source, list[Path]]:
     """Configuration, weights by our names, and the files that travel along."""
     if (source / CONFIG).exists():
         made = prepare_import(source, logical_tensors)
-        return with_data(made, out), Imported(made), companions_of(source)
+        return with_tokenizer(made, out), Imported(made), list(made.companions)
     path = source
     if not (source / "index.json").exists():
         iteration = find_latest(source)

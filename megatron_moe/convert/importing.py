@@ -1,6 +1,7 @@
-"""A Hugging Face folder becomes a checkpoint of ours.
+"""A Hugging Face folder, or a checkpoint of Megatron-Core, becomes a checkpoint of ours.
 
     IN/  config.json  *.safetensors  tokenizer*   ->   OUT/  iter_0000000/  config.yaml  huggingface/ (tokenizer, ...)
+    IN/  .metadata  *.distcp                      ->   OUT/  iter_0000000/  config.yaml
 
 Everything is checked before a tensor is read; OUT appears when it is whole.
 """
@@ -8,22 +9,27 @@ Everything is checked before a tensor is read; OUT appears when it is whole.
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_moe.checkpoint.streaming import write_weights
 from megatron_moe.checkpoint.tensor_files import Described
 from megatron_moe.config import dump
-from megatron_moe.config.schema import Config
+from megatron_moe.config.schema import Config, DataConfig
 from megatron_moe.convert.configuration import carried, family_of, read_config
 from megatron_moe.convert.errors import ConversionError
 from megatron_moe.convert.families import FAMILIES
 from megatron_moe.convert.family import Family
 from megatron_moe.convert.huggingface import TOKENIZER_FILES, HuggingFaceFolder, finished_folder, read_json
+from megatron_moe.convert.megatron_arguments import read_arguments
+from megatron_moe.convert.megatron_core import MegatronTensors, megatron_core
 from megatron_moe.convert.moving import Plan, check_copies, dtypes_of, import_pieces, plan_import, widest
-from megatron_moe.convert.quantised import Dequantised
+from megatron_moe.convert.predictions import PREFIX, with_copied_modules
+from megatron_moe.convert.quantised import Dequantised, Source
+from megatron_moe.convert.torch_dist import TorchDistFolder
 
 COMPANION_FOLDER = "huggingface"
 RECORD = "huggingface"  # in run.json: what a way back needs
@@ -35,14 +41,22 @@ Describe = Callable[[Config], Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 @dataclass(frozen=True)
 class Import:
-    """A conversion that has been checked and can begin."""
+    """A conversion that has been checked and can begin.
 
-    folder: HuggingFaceFolder
+    Attributes:
+        source: their tensors.
+        ours: the tensors to write, in order.
+        companions: files that travel along.
+        record: what a way back needs, for ``run.json``.
+    """
+
     family: Family
     config: Config
-    source: Dequantised
+    source: Source
     ours: dict[str, Described]
     plan: Plan
+    companions: tuple[Path, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare_import(
@@ -53,10 +67,11 @@ def prepare_import(
     dtype: str | None = None,
     ignore: Sequence[str] = (),
 ) -> Import:
-    """Read the configuration and the headers, and plan.
+    """Read the configuration and the headers of a Hugging Face folder, and plan.
 
     Args:
-        predictions: multi-token-prediction modules: keep or drop.
+        predictions: multi-token-prediction modules: keep or drop; copy: where there are none, begin with copies of the
+            last layer.
         dtype: --params-dtype; default: the narrowest that loses nothing.
         ignore: keys of config.json that the user knows to change nothing.
 
@@ -69,16 +84,87 @@ def prepare_import(
     if predictions == "drop":
         theirs |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in _keys(family)}
     config = read_config(family, theirs, ignore)
+    length = hf.config.get("max_position_embeddings")
+    if isinstance(length, int):
+        config = replace(config, data=replace(config.data, seq_length=length))
     source = Dequantised(hf, hf.config.get("quantization_config"))
+    made = _planned(family, config, source, describe, dtype, predictions)
+    check_tokenizer(hf, made.config)
+    record = {
+        "family": family.model_type,
+        "carried": carried(family, hf.config),
+        "dtypes": dtypes_of(made.plan, source),
+    }
+    return replace(made, companions=tuple(hf.companions()), record=record)
+
+
+def prepare_megatron_import(
+    folder: str | Path,
+    describe: Describe,
+    *,
+    config: Config | None = None,
+    predictions: str = "keep",
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    ignore: Sequence[str] = (),
+) -> Import:
+    """Read arguments and metadata of a Megatron-Core checkpoint (``torch_dist``), and plan.
+
+    Args:
+        config: of the model, instead of the arguments in the checkpoint.
+        predictions: multi-token-prediction modules: keep or drop; copy: where there are none, begin with copies of the
+            last layer.
+        dtype: --params-dtype; default: the narrowest that loses nothing.
+        vocab_size: of the tokenizer; rows beyond are padding. Default: that of the arguments, else all rows.
+        ignore: arguments that the user knows to change nothing.
+
+    Raises:
+        ConversionError: all that is wrong with the checkpoint.
+    """
+    theirs = TorchDistFolder(folder)
+    if config is None:
+        arguments = theirs.arguments()
+        if not arguments:
+            raise ConversionError(
+                f"{folder} does not carry Megatron's arguments, which Megatron-Core alone does not write: describe "
+                "the model in a file of settings, --config FILE."
+            )
+        config = read_arguments(arguments, vocab_size, ignore)
+    config = replace(Config(), model=config.model, moe=config.moe, data=DataConfig(seq_length=config.data.seq_length))
+    if vocab_size is not None:
+        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    if config.model.vocab_size is None:
+        raise ConversionError("the size of the vocabulary is not known: give --vocab-size.")
+    drop = predictions == "drop"
+    if drop:
+        config = replace(config, model=replace(config.model, mtp_num_layers=None))
+    family = megatron_core(config.model.gated, drop_predictions=drop)
+    return _planned(family, config, MegatronTensors(theirs, config), describe, dtype, predictions)
+
+
+def _planned(
+    family: Family, config: Config, source: Source, describe: Describe, dtype: str | None, predictions: str
+) -> Import:
+    num_layers = config.model.num_layers
+    copy = predictions == "copy" and not _has_modules(source, num_layers)
+    if copy:
+        config = replace(config, model=replace(config.model, mtp_num_layers=config.model.mtp_num_layers or 1))
     ours = _described(config, "bfloat16", describe)
-    plan = plan_import(family, source, ours, config.model.num_layers, drop_predictions=predictions == "drop")
+    there = {name: described for name, described in ours.items() if not (copy and name.startswith(PREFIX))}
+    plan = plan_import(family, source, there, num_layers, drop_predictions=predictions == "drop")
+    if copy:
+        plan = with_copied_modules(plan, ours, num_layers)
     if dtype is None:
         dtype = str(widest(plan, source, ours)).removeprefix("torch.")
     config = replace(config, training=replace(config.training, params_dtype=dtype))
     described = _described(config, dtype, describe)
     ordered = {step.ours.name: described[step.ours.name] for step in plan.steps}
-    check_tokenizer(hf, config)
-    return Import(hf, family, config, source, ordered, plan)
+    return Import(family, config, source, ordered, plan)
+
+
+def _has_modules(source: Source, num_layers: int) -> bool:
+    """Whether tensors have the names of prediction modules: Hugging Face's are layers after the last."""
+    return any(name.startswith((f"model.layers.{num_layers}.", "mtp.layers.")) for name in source.tensors)
 
 
 def import_folder(made: Import, out: str | Path) -> Path:
@@ -88,20 +174,13 @@ def import_folder(made: Import, out: str | Path) -> Path:
         ConversionError: the folder is not empty, or a copy differs from its original; nothing is left of it.
     """
     out = Path(out)
-    companions = made.folder.companions()
-    config = with_data(made, out)
-    record = {
-        "family": made.family.model_type,
-        "carried": carried(made.family, made.folder.config),
-        "dtypes": dtypes_of(made.plan, made.source),
-    }
-    scalars = {"consumed_samples": 0, "optimizer_steps": 0, RECORD: record}
-    text = dump(config)
+    scalars = {"consumed_samples": 0, "optimizer_steps": 0, **({RECORD: made.record} if made.record else {})}
+    text = dump(with_tokenizer(made, out))
     check_copies(made.plan, made.source)
     with finished_folder(out) as unfinished:
-        if companions:
+        if made.companions:
             (unfinished / COMPANION_FOLDER).mkdir()
-            for path in companions:
+            for path in made.companions:
                 shutil.copy2(path, unfinished / COMPANION_FOLDER)
         (unfinished / "config.yaml").write_text(text, encoding="utf-8")
         pieces = import_pieces(made.plan, made.source, made.ours)
@@ -118,14 +197,11 @@ def _keys(family: Family) -> set[str]:
     return {key for part in family.parts for key in part.keys}
 
 
-def with_data(made: Import, out: Path) -> Config:
-    """Sequence length and tokenizer of the model, so that it can generate and be trained on."""
-    data = made.config.data
-    length = made.folder.config.get("max_position_embeddings")
-    if isinstance(length, int):
-        data = replace(data, seq_length=length)
-    if any(path.name in TOKENIZER_FILES for path in made.folder.companions()):
-        data = replace(data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(out / COMPANION_FOLDER))
+def with_tokenizer(made: Import, out: Path) -> Config:
+    """The configuration with the tokenizer that travels along, so that the model can generate and be trained on."""
+    if not any(path.name in TOKENIZER_FILES for path in made.companions):
+        return made.config
+    data = replace(made.config.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(out / COMPANION_FOLDER))
     return replace(made.config, data=data)
 
 

@@ -66,10 +66,10 @@ def plan_import(
         hint = ""
         if any(re.match(rf"model\.layers\.{num_layers}\.", name) for name in (*missing, *left)):
             hint = " (tensors of layers after the last are multi-token prediction: --mtp keep or drop)"
-        raise ConversionError("the files do not fit config.json: " + "; ".join(filter(None, problems)) + hint)
+        raise ConversionError("the tensors do not fit the configuration: " + "; ".join(filter(None, problems)) + hint)
     wrong = check_shapes(steps, ours, there)
     if wrong:
-        raise ConversionError("the files do not fit config.json: " + "; ".join(wrong[:10]))
+        raise ConversionError("the tensors do not fit the configuration: " + "; ".join(wrong[:10]))
     ordered = sorted(steps, key=lambda step: -ours[step.ours.name].dtype.itemsize)
     return Plan(tuple(ordered), tuple(copies))
 

@@ -73,9 +73,9 @@ def pair(gate: str, up: str) -> Form:
     return Form((gate, up), STACK)
 
 
-def per_expert(*names: str) -> Form:
+def per_expert(*names: str, operation: Operation | None = None) -> Form:
     """Tensors with an ``{expert}`` in their names: one, or two that we stack."""
-    return Form(names, SAME if len(names) == 1 else STACK, rows=True)
+    return Form(names, operation or (SAME if len(names) == 1 else STACK), rows=True)
 
 
 def fused(name: str, operation: Operation = SAME, *, newer: bool = True) -> Form:

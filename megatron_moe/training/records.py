@@ -8,9 +8,10 @@
 
 Loss in nats per token. `expert_load` is each expert's share of the copies that its layer's router made; `moe_layers`
 has what the record says of all layers for each of them, and the bytes that all ranks sent in the forward pass to bring
-tokens to experts and back. `mtp_1_loss` and so on are the losses of modules of multi-token prediction, before their
-weight: sums over the tokens that have a target that far ahead, over the tokens of `lm_loss`. Numbers of a balance loss
-are before its coefficient.
+tokens to experts and back. A module of multi-token prediction is a further layer there, numbered after the model's:
+`layer 4` of a model of four layers, counted from 0. `mtp_1_loss` and so on are the losses of these modules, before
+their weight: sums over the tokens that have a target that far ahead, over the tokens of `lm_loss`. Numbers of a
+balance loss are before its coefficient.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Every gate leaves sums per micro-batch; here they are added over micro-batches and ranks by one reduction of fixed
 shape, so that a stage without MoE layers takes part like all others. Layers with fewer experts than others (a pyramid)
-leave the last columns empty:
+leave the last columns empty. Modules of multi-token prediction are further layers, numbered after the model's:
 
     layer | chosen e0 e1 .. | kept e0 e1 .. | entropy, gates, tokens, bytes | balance losses | bias range
 """
@@ -93,6 +93,7 @@ def collect(machine: Machine) -> MoEStatistics:
     """Add up the statistics of the last step over micro-batches, ranks and stages; the same on every rank."""
     config, ctx = machine.config, machine.ctx
     per_layer = config.moe.experts_per_layer(config.model.num_layers)
+    per_layer += per_layer[-1:] * (config.model.mtp_num_layers or 0)  # as the last layer, MoE or dense
     num_experts = {layer: count for layer, count in enumerate(per_layer) if count}
     most = max(per_layer, default=0)
     loss_names = [n for n in config.moe.moe_router_load_balancing_type if n != "none"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch  # noqa: F401 - transformers imports it late, and its table of types is not to see the patch
 import torch
 import transformers
 

@@ -134,6 +134,31 @@ def test_prediction_modules_are_kept_or_dropped(models, tmp_path: Path):
     assert not (tmp_path / "differs").exists() and not list(tmp_path.glob("*.tmp-*"))
 
 
+def test_prediction_modules_begin_as_copies_of_the_last_layer(models, tmp_path: Path):
+    """transformers loses the modules on saving and still announces them; Mixtral never had any."""
+    folder = copied(models / "deepseek_v3", tmp_path / "theirs", num_nextn_predict_layers=2)
+    begun = imported(folder, tmp_path / "ours", predictions="copy")
+    written = Checkpoint(begun)
+    names = [name for name in written.names if "mtp." in name]
+    assert sum(name.endswith("moe.experts.fc1") for name in names) == 2
+    for name in names:
+        part = name.split(".", 3)[3]
+        found = written.read(name)
+        if part.startswith("layer."):
+            assert torch.equal(found, written.read(f"model.layers.2.{part.removeprefix('layer.')}")), name
+        elif part == "projection.weight":
+            assert torch.equal(found, torch.cat([torch.zeros(24, 24), torch.eye(24)], 1))
+        else:
+            expected = written.read("model.output.norm.weight") if part == "norm.weight" else torch.ones(24)
+            assert torch.equal(found, expected), name
+    export_folder(prepare_export(begun), tmp_path / "back")
+    exported = imported(tmp_path / "back", tmp_path / "again", predictions="copy")  # there now, so they are kept
+    again = Checkpoint(exported)
+    assert again.names == written.names and all(torch.equal(again.read(n), written.read(n)) for n in again.names)
+    mixtral = prepare_import(models / "mixtral", logical_tensors, predictions="copy")
+    assert mixtral.config.model.mtp_num_layers == 1 and "mtp.0.layer.moe.experts.fc2" in mixtral.ours
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_old_keys_say_what_new_ones_say(family):
     if FAMILIES[family].remote_code:
@@ -222,6 +247,8 @@ def test_outputs_and_tokenizers(models, tmp_path: Path, capsys):
     assert main(["import", str(folder), str(tmp_path / "ours")]) == 1
     assert "not empty" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
+    assert "not empty" in capsys.readouterr().err and not list(tmp_path.glob("*.tmp-*"))
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == 5

@@ -4,10 +4,7 @@ transformers computes norms, softmax and rotary tables in float32 whatever the m
 is built and run here, its ``float32`` means float64, so that the comparison is tight.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from megatron_moe.model.decoder import Decoder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import sharded_parameters
 from tests.helpers.building import token_batch
+from tests.helpers.huggingface import float32_means_float64
 
 LAYERS, D, F, H, G, E, V, S, B = 2, 16, 12, 4, 2, 6, 29, 11, 2
 SIZES: dict[str, Any] = {
@@ -127,16 +125,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         },
     ),
 }
-
-
-@contextlib.contextmanager
-def float32_means_float64() -> Iterator[None]:
-    with (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch, "float", torch.float64),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
 
 
 def theirs(family: str) -> Any:

@@ -18,7 +18,7 @@ from megatron_moe.model.decoder import Decoder
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import sharded_parameters
 from tests.helpers.building import token_batch
-from tests.unit.model.test_model_against_transformers import float32_means_float64
+from tests.helpers.huggingface import float32_means_float64
 
 LAYERS, D, H, G, E, V, S, B = 3, 16, 4, 2, 12, 29, 14, 2
 THEIRS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import sharded_parameters
 from megatron_moe.training.registries import pipeline_rules
 from tests.helpers.building import token_batch
-from tests.unit.model.test_model_against_transformers import float32_means_float64
+from tests.helpers.huggingface import float32_means_float64
 from tests.unit.model.test_model_families import FAMILIES, LAYERS, MODEL, MOE, THEIRS, B, S, V, in_our_names, loud
 
 DEPTH, SCALE = 2, 0.3

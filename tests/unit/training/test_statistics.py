@@ -57,6 +57,19 @@ def test_numbers_by_hand() -> None:
     assert "dispatch_bytes" not in scalars
 
 
+def test_prediction_modules_are_layers_after_the_last() -> None:
+    machine = stepped(vary(BASE, mtp_num_layers=2, moe_layer_freq="[0,1]*2"), ParallelContext.single())
+    found = collect(machine)
+    assert list(found.expert_load()) == list(found.by_layer()) == ["layer 1", "layer 3", "layer 4", "layer 5"]
+    ends = [NUM_TOKENS, NUM_TOKENS, NUM_TOKENS - GLOBAL_BATCH, NUM_TOKENS - 2 * GLOBAL_BATCH]
+    assert found.chosen_LE.sum(1).tolist() == [2 * tokens for tokens in ends]  # the last places have no token ahead
+    for row, layer in ((2, 4), (3, 5)):
+        (statistics,) = machine.gates[layer].statistics.values()
+        assert found.chosen_LE[row].tolist() == statistics.routing.chosen_E.tolist()
+    dense_end = stepped(vary(BASE, mtp_num_layers=1, moe_layer_freq="[1,0]*2"), ParallelContext.single())
+    assert list(collect(dense_end).by_layer()) == ["layer 0", "layer 2"]
+
+
 def test_dense_models_and_models_without_losses_have_little_to_say() -> None:
     dense = collect(stepped(vary(BASE, num_experts=None), ParallelContext.single()))
     assert dense.scalars() == dense.expert_load() == dense.by_layer() == {}
