@@ -22,8 +22,9 @@ def configuration(argv: list[str]) -> Resolved:
     """
     resolved = resolve(argv, registries.CHOICES, DESCRIPTION)
     actions = resolved.actions
-    to_train = not (actions.dump_config or actions.print_topology or actions.dry_run)
-    world_size = actions.world_size or launch.world_size(None if to_train else resolved.config.parallel)
+    on_ranks = not (actions.dump_config or actions.print_topology or actions.dry_run)
+    to_train = on_ranks and actions.check_cluster is None
+    world_size = actions.world_size or launch.world_size(None if on_ranks else resolved.config.parallel)
     resolved, notes = resolved.normalised(world_size)
     problems = check(resolved.config, world_size, registries.CHOICES, registries.RULES, to_train=to_train)
     if problems:
@@ -54,6 +55,10 @@ def main(argv: list[str]) -> int:
         from megatron_moe.plan.main import show
 
         return show(resolved.config, resolved.actions.world_size or launch.world_size(resolved.config.parallel))
+    if resolved.actions.check_cluster is not None:
+        from megatron_moe.plan.measured import check_cluster
+
+        return check_cluster(resolved.config, resolved.actions.check_cluster)
     from megatron_moe.training.main import train
 
     return train(resolved)

@@ -47,5 +47,6 @@ def _meaning(setting: Setting, registries: Registries) -> str:
         parts.append(f"One of the registered {setting.registry.replace('_', ' ')}.")
     elif choices := setting.choices(registries):
         parts.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
+    parts += [f"Also `{alias}`." for alias in setting.aliases]
     parts += [f"`{synonym}` is `{as_typed(setting, value)}`." for synonym, value in setting.synonyms.items()]
     return " ".join(parts)

@@ -11,6 +11,7 @@ def flag(
     choices: tuple[str, ...] | None = None,
     registry: str | None = None,
     synonyms: dict[str, Any] | None = None,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
     """Declare a configuration field.
 
@@ -21,6 +22,7 @@ def flag(
         registry: name of a registry whose keys are the choices; the top floor supplies them, so that
             configuration imports nothing.
         synonyms: other spellings that set a fixed value, e.g. ``{"--swiglu": "swiglu"}``.
+        aliases: other names of the flag and the key, which take the same values.
     """
-    metadata = {"help": help, "choices": choices, "registry": registry, "synonyms": synonyms or {}}
-    return field(default=default, metadata=metadata)
+    metadata = {"help": help, "choices": choices, "registry": registry}
+    return field(default=default, metadata={**metadata, "synonyms": synonyms or {}, "aliases": aliases})

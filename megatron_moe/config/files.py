@@ -16,7 +16,7 @@ import yaml
 
 from megatron_moe.config.errors import sentence
 from megatron_moe.config.flags import Actions, as_typed
-from megatron_moe.config.settings import Registries, Setting, did_you_mean, sections, settings
+from megatron_moe.config.settings import Registries, Setting, did_you_mean, key_of, sections, setting_named, settings
 from megatron_moe.config.values import from_value
 
 _KEPT_AS_WRITTEN = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
@@ -104,7 +104,7 @@ def _read_entry(section: str | None, key: str, node: yaml.Node, seen: dict[str, 
     """The setting that a key means, and its value; ValueError says what is wrong, without file and line."""
     name = key.replace("-", "_")
     synonym = _synonyms().get(name)
-    setting = synonym[0] if synonym else settings().get(name)
+    setting = synonym[0] if synonym else setting_named(name)
     if setting is None:
         raise ValueError(_unknown_key(section, key, name))
     if section is not None and setting.section != section:
@@ -137,7 +137,7 @@ def _unknown_key(section: str | None, key: str, name: str) -> str:
 def _synonyms() -> dict[str, tuple[Setting, Any]]:
     """(setting, value) by the YAML key of each synonym: ``bf16: true`` is ``params_dtype: bfloat16``."""
     return {
-        synonym.lstrip("-").replace("-", "_"): (setting, value)
+        key_of(synonym): (setting, value)
         for setting in settings().values()
         for synonym, value in setting.synonyms.items()
     }

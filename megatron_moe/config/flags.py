@@ -26,6 +26,7 @@ class Actions:
     dump_config: bool = False
     print_topology: bool = False
     dry_run: bool = False
+    check_cluster: str | None = None
     world_size: int | None = None
 
 
@@ -155,6 +156,11 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         help="Print what this layout needs of memory, sends and computes, without a device, and exit.",
     )
     group.add_argument(
+        "--check-cluster",
+        metavar="FILE",
+        help="Measure devices and the links of this layout, name slow ones, write FILE for the planner, and exit.",
+    )
+    group.add_argument(
         "--world-size",
         type=_positive,
         metavar="N",
@@ -170,7 +176,8 @@ def _add_setting(group: Any, setting: Setting, registries: Registries) -> None:
         group.add_argument(setting.flag, off, dest=setting.name, action=_RecordFixed, meanings=meanings, help=text)
     else:
         metavar = _METAVARS[setting.base]
-        group.add_argument(setting.flag, dest=setting.name, action=_Record, nargs="*", metavar=metavar, help=text)
+        names = (setting.flag, *setting.aliases)
+        group.add_argument(*names, dest=setting.name, action=_Record, nargs="*", metavar=metavar, help=text)
     for synonym, value in setting.synonyms.items():
         same = f"The same as {as_typed(setting, value)}."
         meanings = {synonym: value}

@@ -13,7 +13,7 @@ from megatron_moe.config.files import read_file
 from megatron_moe.config.flags import Actions, read_typed
 from megatron_moe.config.normalise import apply, implications
 from megatron_moe.config.schema import Config
-from megatron_moe.config.settings import Registries, assemble, did_you_mean, sections, settings, value_of
+from megatron_moe.config.settings import Registries, assemble, did_you_mean, sections, setting_named, settings, value_of
 from megatron_moe.config.values import from_value
 
 
@@ -88,12 +88,12 @@ def from_dict(data: Mapping[str, Any]) -> Config:
             problems.append(sentence(f"unknown section '{section}'{did_you_mean(section, sections())}"))
             continue
         for name, value in entries.items():
-            setting = settings().get(name)
+            setting = setting_named(name)
             if setting is None or setting.section != section:
                 problems.append(sentence(f"unknown key '{name}' in '{section}'{did_you_mean(name, settings())}"))
                 continue
             try:
-                values[name] = from_value(setting, value)
+                values[setting.name] = from_value(setting, value)
             except ValueError as error:
                 problems.append(f"{section}.{name}: {error}.")
     if problems:

@@ -38,6 +38,7 @@ class Setting:
     own_choices: tuple[str, ...] | None
     registry: str | None
     synonyms: Mapping[str, Any]
+    aliases: tuple[str, ...]
 
     @property
     def flag(self) -> str:
@@ -98,8 +99,15 @@ def settings() -> dict[str, Setting]:
                 own_choices=metadata["choices"],
                 registry=metadata["registry"],
                 synonyms=metadata["synonyms"],
+                aliases=metadata["aliases"],
             )
     return table
+
+
+def setting_named(name: str) -> Setting | None:
+    """The setting of a YAML key: its name, or one of its other names."""
+    others = (s for s in settings().values() if name in map(key_of, s.aliases))
+    return settings().get(name) or next(others, None)
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -119,6 +127,11 @@ def assemble(values: Mapping[str, Any]) -> Config:
 def flag_of(name: str) -> str:
     """The flag of a setting's name: ``num_layers`` -> ``--num-layers``."""
     return "--" + name.replace("_", "-")
+
+
+def key_of(flag: str) -> str:
+    """The inverse of :func:`flag_of`."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:

@@ -77,7 +77,8 @@ class Saver:
         start, folder = time.perf_counter(), self._config.save
         assert folder is not None
         scalars = {**scalars, "optimizer_steps": self._machine.optimizer.num_steps}
-        entries, keep = entries_of_machine(self._machine), (self._config.keep_last, self._config.keep_every)
+        entries, retained = entries_of_machine(self._machine), self._config.save_retain_interval
+        keep = (self._config.keep_last or (1 if retained else None), retained)
         if self._writer is None:
             save_checkpoint(folder, iteration, entries, scalars, config_text, self._machine.ctx, *keep)
         else:

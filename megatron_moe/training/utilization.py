@@ -20,15 +20,25 @@ GPU_PEAK_TFLOPS = {
 
 
 def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak of this rank's device: a table of GPUs; on a CPU the best of a few matrix products, a quarter second."""
+    """Peak of this rank's device: a table of GPUs; on a CPU what matrix products reach in a quarter second."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name), None)
-    size = 512
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    out, best, deadline = torch.empty_like(a), 0.0, time.perf_counter() + 0.25
-    while time.perf_counter() < deadline:
+    return matmul_tflops(device, dtype, 0.25)
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """TFLOP/s of the best of some square matrix products, for about so many seconds."""
+    cuda = device.type == "cuda"
+    size = 8192 if cuda else 512
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out, best, deadline = torch.mm(a, b), 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < deadline:
+        if cuda:
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b, out=out)
+        if cuda:
+            torch.cuda.synchronize(device)
         best = max(best, 2.0 * size**3 / (time.perf_counter() - start) / 1e12)
     return best

@@ -8,6 +8,8 @@ import pytest
 
 import pretrain_moe
 from megatron_moe.data.indexed_builder import IndexedDatasetBuilder
+from megatron_moe.plan.cluster import read_cluster
+from tests.helpers.forked import torchrun
 
 TINY = [
     "--num-layers",
@@ -158,3 +160,15 @@ def test_topology(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--world-size", "8", "--expert-model-parallel-size", "4", "--global-batch-size", "16"]
     assert run("--print-topology", *sizes) == 0
     assert "[0, 1, 2, 3]" in capsys.readouterr().out
+
+
+def test_a_measured_cluster_is_one_for_the_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "here.yaml"
+    assert run("--check-cluster", str(path)) == 2
+    assert "one rank has none; use torchrun" in capsys.readouterr().err
+    layout = ["--expert-model-parallel-size", "2", "--check-cluster"]
+    status, said = torchrun(2, [*TINY, *layout, str(path)]).wait(timeout=120)
+    assert status == 0 and "ep      all_to_all" in said and ("below 70%" in said or "slow " in said), said
+    assert read_cluster(path).gpus_per_node == 2
+    status, said = torchrun(2, [*TINY, *layout, str(tmp_path / "nowhere" / "here.yaml")]).wait(timeout=120)
+    assert status != 0 and "there is no such folder" in said

@@ -1,38 +1,24 @@
 """Ranks that hang, drift or die, and worlds that shrink and grow, as the user of the launcher meets them."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import pretrain_moe
+from tests.helpers.forked import torchrun
 from tests.helpers.running import TINY, losses, tiny_run
-
-ROOT = Path(__file__).parents[2]
 
 
 def launch(num_ranks: int, save: Path, flags: str, *faults: str, restarts: int = 0) -> tuple[int, str]:
     """Exit status and output of a run under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["--max-restarts", str(restarts), "tests/faults/inject.py", *faults]
-    done = subprocess.run(
-        [*command, *f"{TINY} --save {save} {flags}".split()],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stdout
+    argv = f"{TINY} --save {save} {flags}".split()
+    return torchrun(num_ranks, argv, *faults, restarts=restarts).wait(timeout=240)
 
 
 def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     begin = time.monotonic()
-    status, said = launch(2, tmp_path, "--distributed-timeout-minutes 0.2", "hang rank=1 iteration=5")
+    status, said = launch(2, tmp_path, "--distributed-timeout-minutes 0.1", "hang rank=1 iteration=5")
     assert status != 0 and time.monotonic() - begin < 120
     lines = [line for line in said.splitlines() if line.startswith("  rank ")]
     assert any("rank 0 on host" in line and "parallel/collectives.py:" in line for line in lines), said

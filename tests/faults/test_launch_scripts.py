@@ -8,7 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.faults.test_kills_of_ranks import ROOT, TINY, iterations
+import yaml
+
+from tests.faults.test_kills_of_ranks import TINY, iterations
+from tests.helpers.forked import ROOT
 
 SRUN = """#!/usr/bin/env bash
 # Two tasks on this machine; like srun, hands signals on to them.
@@ -60,17 +63,44 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / f"slurm-{os.getpid()}" / "rank-1.log").exists()
 
 
+def pod(index: int, folders: dict[str, Path], replaced: dict[str, object]) -> tuple[list[str], dict[str, str]]:
+    """Command and variables of a pod of launch/kubernetes.yaml as the kubelet would start it, volumes in folders."""
+    job_set = yaml.safe_load((ROOT / "launch" / "kubernetes.yaml").read_text())
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    job, name = replicated["template"]["spec"], job_set["metadata"]["name"]
+    (container,) = job["template"]["spec"]["containers"]
+    given = {item["name"]: item for item in container["env"]}
+    index_field = given.pop("NODE_RANK")["valueFrom"]["fieldRef"]["fieldPath"]
+    env = {key: item["value"] for key, item in given.items()}
+    assert index_field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert job["completionMode"] == "Indexed" and replicated["replicas"] == 1
+    assert int(env["NODES"]) == job["completions"] == job["parallelism"] == 2
+    assert int(env["RANKS_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert env["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert {mount["name"] for mount in mounts.values()} == {v["name"] for v in job["template"]["spec"]["volumes"]}
+    words = list(container["command"] + container["args"])
+    for i, word in enumerate(words):
+        if word.startswith("/"):
+            mount = "/" + word.split("/")[1]
+            assert mounts[mount].get("readOnly", False) == (words[i - 1] != "--save")
+            words[i] = word.replace(mount, str(folders[mount]), 1)
+    return words, env | {"NODE_RANK": str(index)} | {key: str(value) for key, value in replaced.items()}
+
+
 def test_two_nodes_meet(tmp_path: Path) -> None:
+    """Two pods of launch/kubernetes.yaml run launch/torchrun.sh, with a rank each, on loopback."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    nodes = []
-    for node in range(2):
-        env = environment(
-            tmp_path, NODES=2, NODE_RANK=node, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANKS_PER_NODE=1
-        )
-        command = ["bash", "launch/torchrun.sh", *TINY.split(), "--train-iters", "4", "--save", str(tmp_path / "run")]
+    nodes, folders = [], {"/data": tmp_path / "data", "/checkpoints": tmp_path / "checkpoints"}
+    for index in range(2):
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANKS_PER_NODE": 1}
+        words, env = pod(index, folders, here)
+        command = [*words, *TINY.split(), "--data-path", "none", "--tokenizer-type", "ByteTokenizer"]
+        command += ["--train-iters", "4", "--eval-interval", "0", "--tokenizer-model", "none", "--lr-warmup-iters", "0"]
+        env = environment(tmp_path, **env)
         nodes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     said = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert iterations(tmp_path / "run") == 4
+    assert iterations(tmp_path / "checkpoints" / "moe") == 4

@@ -21,7 +21,7 @@ _NAMES_BY_RANGE = {
         expert_model_parallel_size expert_tensor_parallel_size num_virtual_stages_per_pipeline_rank
         seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
         micro_batch_size global_batch_size train_iters train_samples eval_iters exit_interval
-        save_interval keep_last keep_every log_interval profile_schedule
+        save_interval keep_last save_retain_interval log_interval profile_schedule
         check_weight_hash_across_dp_replicas_interval
         """,
     "[0": """

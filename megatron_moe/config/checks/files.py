@@ -47,7 +47,7 @@ def saving_has_a_folder(config: Config, world_size: int) -> Iterator[str]:
     """What asks for a checkpoint needs ``--save``."""
     if config.checkpoint.save is not None:
         return
-    for name in ("save_interval", "save_interval_minutes", "keep_last"):
+    for name in ("save_interval", "save_interval_minutes", "keep_last", "save_retain_interval"):
         if getattr(config.checkpoint, name) is not None:
             yield f"{typed(config, name)} has no folder to save to; give --save."
     for name in ("on_nonfinite", "on_spike"):
@@ -56,12 +56,6 @@ def saving_has_a_folder(config: Config, world_size: int) -> Iterator[str]:
     for name in ("exit_interval", "exit_duration_in_mins"):
         if getattr(config.training, name) is not None:
             yield f"{typed(config, name)} would end the run and lose it; give --save."
-
-
-def what_is_kept_every_so_often_is_besides_the_last(config: Config, world_size: int) -> Iterator[str]:
-    """``--keep-every`` means something only where checkpoints are removed."""
-    if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
-        yield f"{typed(config, 'keep_every')} keeps all, for nothing is removed; give --keep-last."
 
 
 def loading_has_a_folder(config: Config, world_size: int) -> Iterator[str]:
@@ -78,7 +72,6 @@ RULES: tuple[Rule, ...] = (
     split_can_be_read,
     tokenizer_has_its_file,
     saving_has_a_folder,
-    what_is_kept_every_so_often_is_besides_the_last,
     loading_has_a_folder,
 )
 

@@ -18,9 +18,13 @@ class CheckpointConfig:
     async_save: bool = flag(
         False, "Write checkpoints in the background: training waits only while its state is copied to host memory."
     )
-    keep_last: int | None = flag(None, "Keep only so many newest checkpoints. Default: all.")
-    keep_every: int | None = flag(
-        None, "With --keep-last, also keep every checkpoint whose iteration is a multiple of this."
+    keep_last: int | None = flag(
+        None, "Keep only so many newest checkpoints. Default: all; with --save-retain-interval, one."
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        "Remove checkpoints but those whose iteration is a multiple of this, and the newest (--keep-last).",
+        aliases=("--keep-every",),
     )
     auto_recover: bool = flag(
         False, "If the checkpoint to resume from is damaged, say so and take the newest one that is whole."

@@ -39,16 +39,21 @@ def test_a_name_of_the_latest_that_is_damaged(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_in_the_background_it_is_the_same_run(tmp_path: Path) -> None:
-    keep = "--save-interval 3 --keep-last 2 --keep-every 6"
+    keep = "--save-interval 3 --keep-last 2 --save-retain-interval 6"
     tiny_run(tmp_path / "a", keep).train()
     run = tiny_run(tmp_path / "b", f"{keep} --async-save --exit-interval 10")
     run.train()
     assert saved_iterations(tmp_path / "b") == [6, 9, 10], "the end of the run waits for the last save"
-    tiny_run(tmp_path / "b", f"{keep} --async-save").train()
+    tiny_run(tmp_path / "b", f"{keep.replace('save-retain-interval', 'keep-every')} --async-save").train()
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert saved_iterations(tmp_path / "a") == saved_iterations(tmp_path / "b") == [6, 12, 18, 20]
     stalls = {r["iteration"] for r in read_records(tmp_path / "a" / "metrics.jsonl") if "save_stall_seconds" in r}
     assert stalls == {4, 7, 10, 13, 16, 19}, "the record after a save"
+
+
+def test_what_is_retained_without_a_number_of_newest(tmp_path: Path) -> None:
+    tiny_run(tmp_path, "--save-interval 2 --save-retain-interval 4 --train-iters 7").train()
+    assert saved_iterations(tmp_path) == [4, 7], "Megatron's meaning: multiples, and the last"
 
 
 def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
