@@ -1,0 +1,187 @@
+"""Triton kernels against their PyTorch references: interpreted on a CPU, compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_moe.kernels import cross_entropy, cross_entropy_triton, permutation, scoring
+from megatron_moe.kernels.permutation import RowOrder, permute, row_order, unpermute
+from megatron_moe.kernels.scoring import ScoringRule, score_topk
+from megatron_moe.kernels.swiglu import swiglu
+from tests.helpers.building import normal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return normal(seed, *shape, dtype=dtype).to(DEVICE)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def both(run, *inputs: Tensor | None):
+    """(outputs and gradients of PyTorch, of Triton) of a function of differentiable inputs and the kernels' name."""
+    results = []
+    for kernels in ("torch", "triton"):
+        leaves = [x if x is None else x.detach().clone().requires_grad_() for x in inputs]
+        outputs = run(*leaves, kernels)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [numbers(100 + i, *y.shape).to(y.dtype) for i, y in enumerate(outputs) if y.requires_grad]
+        torch.autograd.backward([y for y in outputs if y.requires_grad], grads)
+        results.append([*(y.detach() for y in outputs), *(x.grad for x in leaves if x is not None)])
+    return zip(results[1], results[0], strict=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "weighed"), [((3, 2, 5), True), ((2, 2, 2, 2049), False), ((0, 2, 4), True)])
+def test_swiglu(shape, weighed, dtype):
+    weights = numbers(2, *shape[:-2], dtype=dtype) if weighed else None
+    for found, expected in both(swiglu, numbers(1, *shape, dtype=dtype), weights):
+        close(found, expected, dtype)
+
+
+def test_swiglu_formula():
+    x, weights = numbers(1, 3, 2, 4).requires_grad_(), numbers(2, 3).requires_grad_()
+    expected = torch.nn.functional.silu(x[:, 0]) * x[:, 1] * weights[:, None]
+    torch.testing.assert_close(swiglu(x, weights), expected, rtol=1e-14, atol=1e-15)
+    assert torch.autograd.gradcheck(swiglu, (x, weights))
+    assert torch.autograd.gradcheck(lambda x: swiglu(x), (x,))
+
+
+RULES = [
+    ScoringRule(3, sigmoid=False, normalised=True, scale=1.0),
+    ScoringRule(2, sigmoid=False, normalised=False, scale=1.3),
+    ScoringRule(4, sigmoid=True, normalised=True, scale=2.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "tokens", "experts", "biased", "dtype"),
+    [
+        (RULES[0], 130, 5, False, torch.float32),  # three blocks of tokens
+        (RULES[1], 9, 70, True, torch.float64),
+        (RULES[2], 5, 8, True, torch.float32),
+        (RULES[2], 70, 7, False, torch.float64),
+        (RULES[1], 0, 8, False, torch.float32),
+    ],
+)
+def test_scoring(rule, tokens, experts, biased, dtype):
+    bias_E = numbers(2, experts, dtype=dtype) if biased else None
+    logits_TE = numbers(1, tokens, experts, dtype=dtype)
+    for found, expected in both(lambda x, kernels: score_topk(x, bias_E, rule, kernels), logits_TE):
+        close(found, expected, dtype)
+
+
+def test_scoring_order_of_what_is_equal_or_not_finite():
+    inf, nan = math.inf, math.nan
+    logits_TE = torch.tensor(
+        [
+            [1.0, 2.0, 2.0, 1.0, 2.0],  # ties
+            [-inf, -inf, -inf, -inf, -inf],  # nothing that differs, and nothing chosen twice
+            [0.0, -0.0, -1.0, 0.0, -0.0],  # zeros are equal
+            [-1.0, nan, inf, -nan, 3.0],
+            [-inf, -5.0, -inf, -4.0, -inf],
+        ],
+        device=DEVICE,
+    )
+    rule = ScoringRule(4, sigmoid=False, normalised=True, scale=1.0)
+    for dtype in (torch.float32, torch.float64):
+        found, expected = (score_topk(logits_TE.to(dtype), None, rule, name) for name in ("triton", "torch"))
+        assert torch.equal(found.ids_TK, expected.ids_TK)
+        assert torch.equal(found.positions_TK, expected.positions_TK)
+        assert torch.equal(found.counts_E, expected.counts_E)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_scoring_backward_in_closed_form(rule):
+    logits_TE = numbers(1, 6, 7).requires_grad_()
+    scored = score_topk(logits_TE, None, rule)
+    grads = numbers(3, *scored.weights_TK.shape), numbers(4, 6, 7)
+    (expected,) = torch.autograd.grad((scored.weights_TK, scored.scores_TE), logits_TE, grads)
+    found = scoring.score_topk_backward(*grads, logits_TE.detach(), scored, rule)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_row_order_is_the_stable_sort():
+    rule = ScoringRule(3, sigmoid=False, normalised=True, scale=1.0)
+    scored = score_topk(numbers(1, 50, 6) + 3 * torch.arange(6, device=DEVICE), None, rule, "triton")
+    order = row_order(scored.ids_TK, scored.positions_TK, scored.counts_E)
+    assert torch.equal(order.copy_ids_N, scored.ids_TK.flatten().argsort(stable=True))
+    assert torch.equal(order.copy_ids_N[order.row_ids_TK].flatten(), torch.arange(150, device=DEVICE))
+
+
+def order_with_holes(tokens: int, slots: int, kept: int) -> RowOrder:
+    copies = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(0))[:kept]
+    row_ids = torch.full((tokens * slots,), -1)
+    row_ids[copies] = torch.arange(kept)
+    return RowOrder(copies.to(DEVICE), row_ids.view(tokens, slots).to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "slots", "kept", "width"), [(5, 3, 15, 5), (3, 2, 4, 2050), (4, 2, 0, 3), (0, 2, 0, 3)]
+)
+def test_permutation(tokens, slots, kept, width, dtype):
+    order = order_with_holes(tokens, slots, kept)
+    x_TD, rows_ND = numbers(1, tokens, width, dtype=dtype), numbers(2, kept, width, dtype=dtype)
+    weights_TK = numbers(3, tokens, slots, dtype=dtype)
+    for found, expected in (
+        *both(lambda x, kernels: permute(x, order, kernels), x_TD),
+        *both(lambda rows, kernels: unpermute(rows, order, None, kernels), rows_ND),
+        *both(lambda rows, weights, kernels: unpermute(rows, order, weights, kernels), rows_ND, weights_TK),
+    ):
+        close(found, expected, dtype)
+
+
+def test_permutation_formula():
+    order, x_TD = order_with_holes(5, 3, 9), numbers(1, 5, 4).requires_grad_()
+    rows_ND, weights_TK = numbers(2, 9, 4).requires_grad_(), numbers(3, 5, 3).requires_grad_()
+    assert torch.equal(permute(x_TD, order), x_TD[order.copy_ids_N // 3])
+    expected = torch.zeros(15, 4, dtype=torch.float64).index_copy(0, order.copy_ids_N, rows_ND)
+    expected = (expected.view(5, 3, 4) * weights_TK[..., None]).sum(1)
+    torch.testing.assert_close(unpermute(rows_ND, order, weights_TK), expected, rtol=1e-13, atol=1e-15)
+    assert torch.autograd.gradcheck(lambda x: permute(x, order), (x_TD,))
+    assert torch.autograd.gradcheck(lambda rows, weights: unpermute(rows, order, weights), (rows_ND, weights_TK))
+    assert torch.autograd.gradcheck(lambda rows: unpermute(rows, order), (rows_ND,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "stored", "columns"), [(6, 5, 5), (3, 2051, 2049), (2, 4, 0), (0, 8, 8)])
+def test_cross_entropy_shard(tokens, stored, columns, dtype):
+    logits_NV = 5 * numbers(1, tokens, stored, dtype=dtype)
+    labels_N = torch.tensor([0, columns - 1, -1, columns + 3, 1, -7], device=DEVICE)[:tokens]
+    grad_N, rescale_N = numbers(2, tokens).to(torch.promote_types(dtype, torch.float32)), None
+    results = []
+    for module in (cross_entropy_triton, cross_entropy):
+        found = module.shard_statistics(logits_NV.clone(), labels_N, columns)
+        rescale_N = 1 / found.sum_N.clamp(min=1.0)
+        grad_NV = module.shard_gradient(found.kept_NV, labels_N, columns, found.peak_N, rescale_N, grad_N, dtype)
+        results.append((*found[1:], grad_NV))
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, dtype)
+
+
+def test_offsets_beyond_32_bits():
+    # Rows so far apart that their addresses do not fit; memory that nobody touches is not there.
+    far = torch.empty_strided((3, 8), (2**30, 1), dtype=torch.bfloat16, device=DEVICE)
+    far.copy_(numbers(1, 3, 8, dtype=torch.bfloat16))
+    order = RowOrder(torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([[1], [2], [0]], device=DEVICE))
+    weights_TK = torch.ones(3, 1, dtype=torch.bfloat16, device=DEVICE)
+    chosen = permutation.functions("permutation", "triton")
+    assert torch.equal(chosen.spread(far, order.copy_ids_N, 1), far[[2, 0, 1]])
+    assert torch.equal(chosen.collect(far, order.row_ids_TK, None), far[[1, 2, 0]])
+    _, dots_TK = chosen.collect_backward(torch.ones_like(far[:, :8].contiguous()), far, order.copy_ids_N, weights_TK)
+    close(dots_TK.flatten(), far[[1, 2, 0]].sum(1), torch.bfloat16)
+    labels_N, near = torch.tensor([0, 1, 2], device=DEVICE), far.contiguous()
+    for found, expected in zip(
+        cross_entropy_triton.shard_statistics(far, labels_N, 8)[1:],
+        cross_entropy.shard_statistics(near, labels_N, 8)[1:],
+        strict=True,
+    ):
+        close(found, expected, torch.float32)
