@@ -62,9 +62,7 @@ def spread(x_TD: Tensor, copy_ids_N: Tensor, num_slots: int) -> Tensor:
 def collect(rows_ND: Tensor, row_ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """Sum of each token's rows, added up in float32 at least: [N, D] -> [T, D]."""
     num_tokens, num_slots = row_ids_TK.shape
-    y_TD = rows_ND.new_zeros(
-        num_tokens, rows_ND.shape[1], dtype=torch.promote_types(rows_ND.dtype, torch.float32)
-    )
+    y_TD = rows_ND.new_zeros(num_tokens, rows_ND.shape[1], dtype=torch.promote_types(rows_ND.dtype, torch.float32))
     # An empty slot reads a row of zeros behind the last.
     padded_ND = torch.cat([rows_ND, rows_ND.new_zeros(1, rows_ND.shape[1])])
     for k in range(num_slots):
@@ -73,9 +71,7 @@ def collect(rows_ND: Tensor, row_ids_TK: Tensor, weights_TK: Tensor | None) -> T
     return y_TD.to(rows_ND.dtype)
 
 
-def collect_backward(
-    grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weights_TK: Tensor
-) -> tuple[Tensor, Tensor]:
+def collect_backward(grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`collect` with weights: of the rows [N, D], and of the weights [T, K]; 0 for empty slots."""
     wide = torch.promote_types(grad_TD.dtype, torch.float32)
     grad_ND = spread(grad_TD, copy_ids_N, weights_TK.shape[1]).to(wide)

@@ -102,9 +102,7 @@ def collect(rows_ND: Tensor, row_ids_TK: Tensor, weights_TK: Tensor | None) -> T
     return y_TD
 
 
-def collect_backward(
-    grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weights_TK: Tensor
-) -> tuple[Tensor, Tensor]:
+def collect_backward(grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`collect` with weights: of the rows [N, D], and of the weights [T, K]; 0 for empty slots."""
     num_rows, width = rows_ND.shape
     grad_ND, grad_weights_TK = torch.empty_like(rows_ND), torch.zeros_like(weights_TK)

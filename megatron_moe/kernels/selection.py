@@ -167,5 +167,5 @@ _PROBLEMS = {
 
 def functions(operation: str, kernels: str) -> ModuleType:
     """The module with an operation's functions: PyTorch's, or the one beside it whose name ends in the library."""
-    suffix = "" if kernels == "torch" else f"_{kernels}"
+    suffix = "" if kernels == "torch" else "_" + kernels.replace("-", "_")
     return import_module(f"megatron_moe.kernels.{operation}{suffix}")
