@@ -1,4 +1,6 @@
-"""What all Triton kernels here share: block sizes and the type they compute in."""
+"""What all Triton kernels here share: block sizes, the type they compute in, and the launch."""
+
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -15,3 +17,9 @@ def power_of_two(size: int, largest: int) -> int:
 def wide(dtype: torch.dtype) -> tl.dtype:
     """float32, or float64 for float64: the type of sums and exponentials."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a kernel over a grid of programs; over none where there is nothing to do."""
+    if all(grid):
+        kernel[grid](*arguments, **constants)

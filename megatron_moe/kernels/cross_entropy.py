@@ -3,8 +3,8 @@
     logits_NV --statistics--> peak_N, sum_N, label_N --reduced over ranks--> loss_N
        kept_NV <---------------------------------- scale_N, grad_N <--------- grad of loss_N
 
-For each token the probability of column v is exp(logit[v] - peak) * rescale, where peak is the shard's own largest logit
-and rescale = exp(peak - largest of all) / sum over all: the shard need not be visited again once the ranks agree.
+For each token the probability of column v is exp(logit[v] - peak) * rescale, where peak is the shard's own largest
+logit and rescale = exp(peak - largest of all) / sum over all: no need to visit the shard again once the ranks agree.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.blocks import LARGEST_BLOCK, power_of_two, wide
+from megatron_moe.kernels.blocks import LARGEST_BLOCK, launch, power_of_two, wide
 from megatron_moe.kernels.cross_entropy import ShardStatistics
 
 
@@ -66,19 +66,20 @@ def shard_statistics(logits_NV: Tensor, labels_N: Tensor, num_columns: int) -> S
     """Read the logits once; rows may lie apart, the numbers of a row may not."""
     num_tokens, dtype = len(logits_NV), torch.promote_types(logits_NV.dtype, torch.float32)
     peak_N, sum_N, label_N = (torch.empty(num_tokens, dtype=dtype, device=logits_NV.device) for _ in range(3))
-    if num_tokens:
-        _statistics[(num_tokens,)](
-            logits_NV,
-            logits_NV.stride(0),
-            labels_N,
-            peak_N,
-            sum_N,
-            label_N,
-            num_columns,
-            torch.finfo(torch.float32).min,
-            wide(dtype),
-            power_of_two(num_columns, LARGEST_BLOCK),
-        )
+    launch(
+        _statistics,
+        (num_tokens,),
+        logits_NV,
+        logits_NV.stride(0),
+        labels_N,
+        peak_N,
+        sum_N,
+        label_N,
+        num_columns,
+        torch.finfo(torch.float32).min,
+        wide(dtype),
+        power_of_two(num_columns, LARGEST_BLOCK),
+    )
     return ShardStatistics(logits_NV, peak_N, sum_N, label_N)
 
 
@@ -94,17 +95,18 @@ def shard_gradient(
     """Gradient of the logits, in their own memory."""
     num_tokens, num_stored = kept_NV.shape
     block = power_of_two(num_stored, LARGEST_BLOCK)
-    if num_tokens:
-        _gradient[num_tokens, triton.cdiv(num_stored, block)](
-            kept_NV,
-            kept_NV.stride(0),
-            labels_N,
-            peak_N,
-            rescale_N,
-            grad_N.contiguous(),
-            num_columns,
-            num_stored,
-            wide(dtype),
-            block,
-        )
+    launch(
+        _gradient,
+        (num_tokens, triton.cdiv(num_stored, block)),
+        kept_NV,
+        kept_NV.stride(0),
+        labels_N,
+        peak_N,
+        rescale_N,
+        grad_N.contiguous(),
+        num_columns,
+        num_stored,
+        wide(dtype),
+        block,
+    )
     return kept_NV

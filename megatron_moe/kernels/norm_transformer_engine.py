@@ -1,7 +1,7 @@
 """The function of ``norm.py`` by Transformer Engine. Written against its interface; not yet run on hardware.
 
-Its norms are modules with weights of their own, and its functions differ between versions: so a module without memory is
-called with our weights in the place of its own.
+Its norms are modules with weights of their own, and its functions differ between versions: so a module without memory
+is called with our weights in the place of its own.
 """
 
 from functools import cache

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.blocks import LARGEST_BLOCK, power_of_two, wide
+from megatron_moe.kernels.blocks import LARGEST_BLOCK, launch, power_of_two, wide
 
 
 @triton.jit
@@ -75,9 +75,8 @@ def spread(x_TD: Tensor, copy_ids_N: Tensor, num_slots: int) -> Tensor:
     num_rows, width = len(copy_ids_N), x_TD.shape[1]
     rows_ND = x_TD.new_empty(num_rows, width)
     block = power_of_two(width, LARGEST_BLOCK)
-    if rows_ND.numel():
-        grid = (num_rows, triton.cdiv(width, block))
-        _spread[grid](x_TD, x_TD.stride(0), copy_ids_N, rows_ND, width, num_slots, block)
+    grid = (num_rows, triton.cdiv(width, block))
+    launch(_spread, grid, x_TD, x_TD.stride(0), copy_ids_N, rows_ND, width, num_slots, block)
     return rows_ND
 
 
@@ -86,19 +85,20 @@ def collect(rows_ND: Tensor, row_ids_TK: Tensor, weights_TK: Tensor | None) -> T
     (num_tokens, num_slots), width = row_ids_TK.shape, rows_ND.shape[1]
     y_TD = rows_ND.new_empty(num_tokens, width)
     block = power_of_two(width, LARGEST_BLOCK)
-    if y_TD.numel():
-        _collect[num_tokens, triton.cdiv(width, block)](
-            rows_ND,
-            rows_ND.stride(0),
-            row_ids_TK.contiguous(),
-            None if weights_TK is None else weights_TK.contiguous(),
-            y_TD,
-            width,
-            num_slots,
-            weights_TK is not None,
-            wide(rows_ND.dtype),
-            block,
-        )
+    launch(
+        _collect,
+        (num_tokens, triton.cdiv(width, block)),
+        rows_ND,
+        rows_ND.stride(0),
+        row_ids_TK.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
+        y_TD,
+        width,
+        num_slots,
+        weights_TK is not None,
+        wide(rows_ND.dtype),
+        block,
+    )
     return y_TD
 
 
@@ -106,18 +106,19 @@ def collect_backward(grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weigh
     """Gradients of :func:`collect` with weights: of the rows [N, D], and of the weights [T, K]; 0 for empty slots."""
     num_rows, width = rows_ND.shape
     grad_ND, grad_weights_TK = torch.empty_like(rows_ND), torch.zeros_like(weights_TK)
-    if grad_ND.numel():
-        _collect_backward[(num_rows,)](
-            grad_TD,
-            rows_ND,
-            rows_ND.stride(0),
-            copy_ids_N,
-            weights_TK.contiguous(),
-            grad_ND,
-            grad_weights_TK,
-            width,
-            weights_TK.shape[1],
-            wide(rows_ND.dtype),
-            power_of_two(width, LARGEST_BLOCK),
-        )
+    launch(
+        _collect_backward,
+        (num_rows,),
+        grad_TD,
+        rows_ND,
+        rows_ND.stride(0),
+        copy_ids_N,
+        weights_TK.contiguous(),
+        grad_ND,
+        grad_weights_TK,
+        width,
+        weights_TK.shape[1],
+        wide(rows_ND.dtype),
+        power_of_two(width, LARGEST_BLOCK),
+    )
     return grad_ND, grad_weights_TK

@@ -1,7 +1,9 @@
-"""From router logits to the dense table of DeepSpeed-MoE: scores, the K best experts, their weights, counts, positions.
+"""From router logits to scores, the K best experts, their weights, and the dense table of tokens and experts.
 
-    logits_TE --score--> [+ bias] --K best--> ids_TK, weights_TK       positions_TK: place among the copies of the expert
-                                              counts_E                 (arXiv 2201.05596, section 5.4: no one-hot, no sort)
+    logits_TE --score--> [+ bias] --K best--> ids_TK, weights_TK, counts_E
+                                              positions_TK: place of a copy among those of its expert
+
+The table takes the place of one-hot masks and sorts (DeepSpeed-MoE, arXiv 2201.05596, section 5.4).
 
 The rule of scores and weights is that of ``moe/routers/topk.py``, which says where each variant was published.
 """
@@ -49,16 +51,23 @@ class Scored(NamedTuple):
     counts_E: Tensor
 
 
-def score_topk(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule, kernels: str = "torch") -> Scored:
+def score_topk(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    rule: ScoringRule,
+    decided_TK: Tensor | None = None,
+    kernels: str = "torch",
+) -> Scored:
     """Decide.
 
     Args:
         logits_TE: float32 or float64.
         bias_E: added to the scores for the choice alone.
+        decided_TK: the choice, where it was made before: a recomputation gives the rest.
     """
     if kernels == "torch":
-        return score_topk_forward(logits_TE, bias_E, rule)
-    return Scored(*_ScoreTopk.apply(logits_TE, bias_E, rule, kernels))  # type: ignore[misc]
+        return score_topk_forward(logits_TE, bias_E, rule, decided_TK)
+    return Scored(*_ScoreTopk.apply(logits_TE, bias_E, rule, decided_TK, kernels))  # type: ignore[misc]
 
 
 def log_scores(logits: Tensor, sigmoid: bool) -> Tensor:
@@ -73,11 +82,14 @@ def chosen_weights(chosen_log_scores: Tensor, normalised: bool, scale: float) ->
     return weights * scale
 
 
-def score_topk_forward(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule) -> Scored:
+def score_topk_forward(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule, decided_TK: Tensor | None
+) -> Scored:
     """The decision, differentiable by autograd."""
-    log_TE = log_scores(logits_TE, rule.sigmoid)
-    keys_TE = logits_TE if bias_E is None else log_TE.exp() + bias_E
-    ids_TK = keys_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, : rule.num_slots].contiguous()
+    log_TE, ids_TK = log_scores(logits_TE, rule.sigmoid), decided_TK
+    if ids_TK is None:
+        keys_TE = (logits_TE if bias_E is None else log_TE.exp() + bias_E).detach()
+        ids_TK = keys_TE.sort(dim=-1, descending=True, stable=True).indices[:, : rule.num_slots].contiguous()
     weights_TK = chosen_weights(log_TE.gather(1, ids_TK), rule.normalised, rule.scale)
     multi_hot_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(1, ids_TK, 1)
     positions_TK = (multi_hot_TE.cumsum(0) - multi_hot_TE).gather(1, ids_TK)
@@ -102,16 +114,24 @@ def score_topk_backward(
 
 class _ScoreTopk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule, kernels: str) -> Scored:
-        scored = functions("scoring", kernels).score_topk_forward(logits_TE.contiguous(), bias_E, rule)
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        rule: ScoringRule,
+        decided_TK: Tensor | None,
+        kernels: str,
+    ) -> Scored:
+        scored = functions("scoring", kernels).score_topk_forward(logits_TE.contiguous(), bias_E, rule, decided_TK)
         ctx.save_for_backward(logits_TE, *scored)
         ctx.mark_non_differentiable(scored.ids_TK, scored.positions_TK, scored.counts_E)
         ctx.rule, ctx.kernels = rule, kernels
         return scored
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits_TE, *scored = ctx.saved_tensors
         _, grad_weights_TK, grad_scores_TE, *_ = grads
         backward = functions("scoring", ctx.kernels).score_topk_backward
-        return backward(grad_weights_TK, grad_scores_TE, logits_TE, Scored(*scored), ctx.rule), None, None, None
+        grad_TE = backward(grad_weights_TK, grad_scores_TE, logits_TE, Scored(*scored), ctx.rule)
+        return grad_TE, None, None, None, None

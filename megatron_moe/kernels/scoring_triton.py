@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.blocks import power_of_two, wide
+from megatron_moe.kernels.blocks import launch, power_of_two, wide
 from megatron_moe.kernels.scoring import Scored, ScoringRule
 
 _NUMBERS = 4096  # scores that one program holds
@@ -19,6 +19,7 @@ _NUMBERS = 4096  # scores that one program holds
 def _score(
     logits_ptr,
     bias_ptr,
+    decided_ptr,
     ids_ptr,
     weights_ptr,
     scores_ptr,
@@ -31,6 +32,7 @@ def _score(
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_DECIDED: tl.constexpr,
     WIDE: tl.constexpr,
     KEY: tl.constexpr,
     SIGN_BIT: tl.constexpr,
@@ -74,7 +76,10 @@ def _score(
     chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), dtype=WIDE)
     taken = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     for k in tl.static_range(NUM_SLOTS):
-        best = tl.argmax(order, 1)
+        if IS_DECIDED:
+            best = tl.load(decided_ptr + tokens * NUM_SLOTS + k, mask=tokens < num_tokens, other=0).to(tl.int32)
+        else:
+            best = tl.argmax(order, 1)
         hit = experts[None, :] == best[:, None]
         ids = tl.where(slots[None, :] == k, best[:, None], ids)
         value = tl.sum(tl.where(hit, log_scores, 0.0), 1)
@@ -163,8 +168,10 @@ def _blocks(num_experts: int, num_slots: int) -> dict[str, int]:
     }
 
 
-def score_topk_forward(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule) -> Scored:
-    """The decision; logits contiguous."""
+def score_topk_forward(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRule, decided_TK: Tensor | None
+) -> Scored:
+    """The decision; logits and what is decided contiguous."""
     (num_tokens, num_experts), device = logits_TE.shape, logits_TE.device
     slots = (num_tokens, rule.num_slots)
     ids_TK = torch.empty(slots, dtype=torch.int64, device=device)
@@ -173,32 +180,35 @@ def score_topk_forward(logits_TE: Tensor, bias_E: Tensor | None, rule: ScoringRu
     blocks = _blocks(num_experts, rule.num_slots)
     num_blocks = triton.cdiv(num_tokens, blocks["BLOCK_T"])
     counts_BE = torch.zeros(num_blocks, num_experts, dtype=torch.int64, device=device)
-    if num_tokens:
-        double = logits_TE.dtype == torch.float64
-        _score[(num_blocks,)](
-            logits_TE,
-            bias_E,
-            ids_TK,
-            weights_TK,
-            scores_TE,
-            positions_TK,
-            counts_BE,
-            num_tokens,
-            NUM_EXPERTS=num_experts,
-            NUM_SLOTS=rule.num_slots,
-            SCALE=rule.scale,
-            SIGMOID=rule.sigmoid,
-            NORMALISED=rule.normalised,
-            HAS_BIAS=bias_E is not None,
-            WIDE=wide(logits_TE.dtype),
-            KEY=tl.int64 if double else tl.int32,
-            SIGN_BIT=63 if double else 31,
-            **blocks,
-        )
-        first_BE = counts_BE.cumsum(0) - counts_BE
-        per_block = blocks["BLOCK_T"] * rule.num_slots
-        grid = (triton.cdiv(ids_TK.numel(), 1024),)
-        _add_first[grid](positions_TK, ids_TK, first_BE, ids_TK.numel(), per_block, num_experts, BLOCK=1024)
+    double = logits_TE.dtype == torch.float64
+    launch(
+        _score,
+        (num_blocks,),
+        logits_TE,
+        bias_E,
+        decided_TK,
+        ids_TK,
+        weights_TK,
+        scores_TE,
+        positions_TK,
+        counts_BE,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        NUM_SLOTS=rule.num_slots,
+        SCALE=rule.scale,
+        SIGMOID=rule.sigmoid,
+        NORMALISED=rule.normalised,
+        HAS_BIAS=bias_E is not None,
+        IS_DECIDED=decided_TK is not None,
+        WIDE=wide(logits_TE.dtype),
+        KEY=tl.int64 if double else tl.int32,
+        SIGN_BIT=63 if double else 31,
+        **blocks,
+    )
+    first_BE = counts_BE.cumsum(0) - counts_BE
+    per_block = blocks["BLOCK_T"] * rule.num_slots
+    grid = (triton.cdiv(ids_TK.numel(), 1024),)
+    launch(_add_first, grid, positions_TK, ids_TK, first_BE, ids_TK.numel(), per_block, num_experts, BLOCK=1024)
     return Scored(ids_TK, weights_TK, scores_TE, positions_TK, counts_BE.sum(0))
 
 
@@ -209,21 +219,22 @@ def score_topk_backward(
     num_tokens, num_experts = logits_TE.shape
     grad_TE = torch.empty_like(scored.scores_TE)
     blocks = _blocks(num_experts, rule.num_slots)
-    if num_tokens:
-        _backward[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-            grad_weights_TK.contiguous(),
-            grad_scores_TE.contiguous(),
-            logits_TE.contiguous(),
-            scored.scores_TE,
-            scored.ids_TK,
-            scored.weights_TK,
-            grad_TE,
-            num_tokens,
-            NUM_EXPERTS=num_experts,
-            NUM_SLOTS=rule.num_slots,
-            SCALE=rule.scale,
-            SIGMOID=rule.sigmoid,
-            NORMALISED=rule.normalised,
-            **blocks,
-        )
+    launch(
+        _backward,
+        (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
+        grad_weights_TK.contiguous(),
+        grad_scores_TE.contiguous(),
+        logits_TE.contiguous(),
+        scored.scores_TE,
+        scored.ids_TK,
+        scored.weights_TK,
+        grad_TE,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        NUM_SLOTS=rule.num_slots,
+        SCALE=rule.scale,
+        SIGMOID=rule.sigmoid,
+        NORMALISED=rule.normalised,
+        **blocks,
+    )
     return grad_TE

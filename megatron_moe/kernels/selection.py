@@ -3,8 +3,8 @@
     --kernels auto | torch | triton | transformer-engine | apex
        + device, type of the numbers, what is installed   -->   Kernels: operation -> implementation, and the reason
 
-An operation that the library asked for does not have falls back to the next, which the line at the start of a run shows.
-A library asked for by name and not usable is an error that says how to get it.
+An operation that the library asked for does not have falls back to the next, which the line at the start of a run
+shows. A library asked for by name and not usable is an error that says how to get it.
 """
 
 import os
@@ -121,8 +121,8 @@ def _triton_problem(device: str) -> str | None:
         return "Triton is not installed; pip install 'megatron-moe[triton]', or use --kernels torch."
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
-            f"Triton has no code for the device {device}; run on a GPU, set TRITON_INTERPRET=1 to interpret its kernels "
-            "slowly for a test, or use --kernels torch."
+            f"Triton has no code for the device {device}; run on a GPU, set TRITON_INTERPRET=1 to interpret its "
+            "kernels slowly for a test, or use --kernels torch."
         )
     return None
 

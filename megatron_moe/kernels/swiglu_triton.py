@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.blocks import LARGEST_BLOCK, power_of_two, wide
+from megatron_moe.kernels.blocks import LARGEST_BLOCK, launch, power_of_two, wide
 
 
 @triton.jit
@@ -57,9 +57,8 @@ def swiglu_forward(x_R2F: Tensor, weights_R: Tensor | None) -> Tensor:
     num_rows, _, width = x_R2F.shape
     y_RF = x_R2F.new_empty(num_rows, width)
     block = power_of_two(width, LARGEST_BLOCK)
-    if y_RF.numel():
-        grid = (num_rows, triton.cdiv(width, block))
-        _forward[grid](x_R2F, weights_R, y_RF, width, weights_R is not None, wide(x_R2F.dtype), block)
+    grid = (num_rows, triton.cdiv(width, block))
+    launch(_forward, grid, x_R2F, weights_R, y_RF, width, weights_R is not None, wide(x_R2F.dtype), block)
     return y_RF
 
 
@@ -68,16 +67,17 @@ def swiglu_backward(grad_RF: Tensor, x_R2F: Tensor, weights_R: Tensor | None) ->
     num_rows, _, width = x_R2F.shape
     grad_R2F = torch.empty_like(x_R2F)
     grad_weights_R = None if weights_R is None else torch.zeros_like(weights_R)
-    if grad_RF.numel():
-        _backward[(num_rows,)](
-            grad_RF.contiguous(),
-            x_R2F,
-            weights_R,
-            grad_R2F,
-            grad_weights_R,
-            width,
-            weights_R is not None,
-            wide(x_R2F.dtype),
-            power_of_two(width, LARGEST_BLOCK),
-        )
+    launch(
+        _backward,
+        (num_rows,),
+        grad_RF.contiguous(),
+        x_R2F,
+        weights_R,
+        grad_R2F,
+        grad_weights_R,
+        width,
+        weights_R is not None,
+        wide(x_R2F.dtype),
+        power_of_two(width, LARGEST_BLOCK),
+    )
     return grad_R2F, grad_weights_R

@@ -36,6 +36,7 @@ class RouterInputs(NamedTuple):
         uniform: ``uniform(use, n)`` gives [G, T, n] numbers in [0, 1) from a counter-based generator keyed
             by the token and the use, so that they are the same under every layout and in recomputation.
         training: False in evaluation.
+        kernels: implementation of scoring, for methods that are score and top-k.
     """
 
     logits_GTE: Tensor
@@ -44,6 +45,7 @@ class RouterInputs(NamedTuple):
     vocab_ids_GT: Tensor | None
     uniform: Callable[[str, int], Tensor]
     training: bool
+    kernels: str = "torch"
 
 
 class Choice(NamedTuple):

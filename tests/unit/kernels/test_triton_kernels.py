@@ -62,22 +62,24 @@ RULES = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "tokens", "experts", "biased", "dtype"),
+    ("rule", "tokens", "experts", "biased", "decided", "dtype"),
     [
-        (RULES[0], 130, 5, False, torch.float32),  # three blocks of tokens
-        (RULES[1], 9, 70, True, torch.float64),
-        (RULES[2], 5, 8, True, torch.float32),
-        (RULES[2], 70, 7, False, torch.float64),
-        (RULES[1], 0, 8, False, torch.float32),
+        (RULES[0], 130, 5, False, False, torch.float32),  # three blocks of tokens
+        (RULES[1], 9, 70, True, False, torch.float64),
+        (RULES[2], 5, 8, True, False, torch.float32),
+        (RULES[2], 70, 7, False, True, torch.float64),
+        (RULES[1], 0, 8, False, False, torch.float32),
     ],
 )
-def test_scoring(rule, tokens, experts, biased, dtype):
+def test_scoring(rule, tokens, experts, biased, decided, dtype):
     bias_E = numbers(2, experts, dtype=dtype) if biased else None
     logits_TE = numbers(1, tokens, experts, dtype=dtype)
-    for found, expected in both(lambda x, kernels: score_topk(x, bias_E, rule, kernels), logits_TE):
+    decided_TK = numbers(3, tokens, experts).argsort(1)[:, : rule.num_slots].contiguous() if decided else None
+    for found, expected in both(lambda x, kernels: score_topk(x, bias_E, rule, decided_TK, kernels), logits_TE):
         close(found, expected, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*NaN|invalid value:RuntimeWarning")  # of the interpreter, about NaN
 def test_scoring_order_of_what_is_equal_or_not_finite():
     inf, nan = math.inf, math.nan
     logits_TE = torch.tensor(
@@ -92,7 +94,7 @@ def test_scoring_order_of_what_is_equal_or_not_finite():
     )
     rule = ScoringRule(4, sigmoid=False, normalised=True, scale=1.0)
     for dtype in (torch.float32, torch.float64):
-        found, expected = (score_topk(logits_TE.to(dtype), None, rule, name) for name in ("triton", "torch"))
+        found, expected = (score_topk(logits_TE.to(dtype), None, rule, kernels=name) for name in ("triton", "torch"))
         assert torch.equal(found.ids_TK, expected.ids_TK)
         assert torch.equal(found.positions_TK, expected.positions_TK)
         assert torch.equal(found.counts_E, expected.counts_E)
@@ -110,7 +112,7 @@ def test_scoring_backward_in_closed_form(rule):
 
 def test_row_order_is_the_stable_sort():
     rule = ScoringRule(3, sigmoid=False, normalised=True, scale=1.0)
-    scored = score_topk(numbers(1, 50, 6) + 3 * torch.arange(6, device=DEVICE), None, rule, "triton")
+    scored = score_topk(numbers(1, 50, 6) + 3 * torch.arange(6, device=DEVICE), None, rule, kernels="triton")
     order = row_order(scored.ids_TK, scored.positions_TK, scored.counts_E)
     assert torch.equal(order.copy_ids_N, scored.ids_TK.flatten().argsort(stable=True))
     assert torch.equal(order.copy_ids_N[order.row_ids_TK].flatten(), torch.arange(150, device=DEVICE))
