@@ -30,24 +30,22 @@ class ShardStatistics(NamedTuple):
 
 
 def shard_statistics(logits_NV: Tensor, labels_N: Tensor, num_columns: int) -> ShardStatistics:
-    """Read the logits once.
+    """Logits are the largest tensor of a step, so there is one of that size.
 
     Args:
-        logits_NV: [N, V] of this shard.
+        logits_NV: [N, V] of this shard. What is kept may take their place.
         labels_N: int64, counted from the shard's first column; outside [0, num_columns) the label is elsewhere.
         num_columns: columns behind these are padding, which no token can be.
 
     Returns:
         In float32, or float64 for float64 logits.
     """
-    work_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if num_columns < work_NV.shape[1]:
-        padding = torch.arange(num_columns, work_NV.shape[1], device=work_NV.device)
-        work_NV = work_NV.index_fill(1, padding, -torch.inf)
+    work_NV = logits_NV.detach().to(torch.promote_types(logits_NV.dtype, torch.float32))
+    work_NV[:, num_columns:] = -torch.inf
     peak_N = work_NV.amax(1).clamp(min=torch.finfo(torch.float32).min)
     column_N, elsewhere_N = _columns(labels_N, num_columns)
     label_N = work_NV.gather(1, column_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0.0)
-    exp_NV = (work_NV - peak_N.unsqueeze(1)).exp_()
+    exp_NV = work_NV.sub_(peak_N.unsqueeze(1)).exp_()
     return ShardStatistics(exp_NV, peak_N, exp_NV.sum(1), label_N)
 
 

@@ -1,6 +1,6 @@
 """SwiGLU with an optional weight per row, which keeps nothing but its inputs for the backward pass.
 
-    x_2F = [gate | up]      y = silu(gate) * up * weight
+x_2F = [gate | up]      y = silu(gate) * up * weight
 """
 
 from typing import Any

@@ -52,32 +52,33 @@ def _backward(
         tl.store(grad_weights_ptr + row, tl.sum(total, 0))
 
 
-def swiglu_forward(x_R2F: Tensor, weights_R: Tensor | None) -> Tensor:
-    """[R, 2, F] contiguous, [R] -> [R, F]."""
-    num_rows, _, width = x_R2F.shape
-    y_RF = x_R2F.new_empty(num_rows, width)
+def swiglu_forward(x_2F: Tensor, weights_1: Tensor | None) -> Tensor:
+    """[..., 2, F], [..., 1] -> [..., F]."""
+    x_2F, width = x_2F.contiguous(), x_2F.shape[-1]
+    y = x_2F.new_empty(*x_2F.shape[:-2], width)
+    weights_1 = None if weights_1 is None else weights_1.contiguous()
     block = power_of_two(width, LARGEST_BLOCK)
-    grid = (num_rows, triton.cdiv(width, block))
-    launch(_forward, grid, x_R2F, weights_R, y_RF, width, weights_R is not None, wide(x_R2F.dtype), block)
-    return y_RF
+    grid = (y.numel() // max(width, 1), triton.cdiv(width, block))
+    launch(_forward, grid, x_2F, weights_1, y, width, weights_1 is not None, wide(x_2F.dtype), block)
+    return y
 
 
-def swiglu_backward(grad_RF: Tensor, x_R2F: Tensor, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients [R, 2, F] of the input and [R] of the weights."""
-    num_rows, _, width = x_R2F.shape
-    grad_R2F = torch.empty_like(x_R2F)
-    grad_weights_R = None if weights_R is None else torch.zeros_like(weights_R)
+def swiglu_backward(grad: Tensor, x_2F: Tensor, weights_1: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the input, both halves in one tensor, and of the weights."""
+    x_2F, width = x_2F.contiguous(), x_2F.shape[-1]
+    weights_1 = None if weights_1 is None else weights_1.contiguous()
+    grad_2F, grad_weights_1 = torch.empty_like(x_2F), None if weights_1 is None else torch.empty_like(weights_1)
     launch(
         _backward,
-        (num_rows,),
-        grad_RF.contiguous(),
-        x_R2F,
-        weights_R,
-        grad_R2F,
-        grad_weights_R,
+        (grad.numel() // max(width, 1),),
+        grad.contiguous(),
+        x_2F,
+        weights_1,
+        grad_2F,
+        grad_weights_1,
         width,
-        weights_R is not None,
-        wide(x_R2F.dtype),
+        weights_1 is not None,
+        wide(x_2F.dtype),
         power_of_two(width, LARGEST_BLOCK),
     )
-    return grad_R2F, grad_weights_R
+    return grad_2F, grad_weights_1

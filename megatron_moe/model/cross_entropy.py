@@ -45,7 +45,7 @@ def vocab_parallel_cross_entropy(
     """Loss of each token, replicated over tp. One backward pass.
 
     Args:
-        logits_NV: [tokens, V_padded / tp] this rank's columns. Fused kernels write their gradient over them.
+        logits_NV: [tokens, V_padded / tp] this rank's columns. Overwritten.
         labels_N: [tokens] int64, in the whole vocabulary.
         spec: placement of the output layer.
         kernels: implementation of the shard's part.

@@ -41,14 +41,14 @@ def both(run, *inputs: Tensor | None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "weighed"), [((3, 2, 5), True), ((2, 2, 2, 2049), False), ((0, 2, 4), True)])
 def test_swiglu(shape, weighed, dtype):
-    weights = numbers(2, *shape[:-2], dtype=dtype) if weighed else None
+    weights = numbers(2, *shape[:-2], 1, dtype=dtype) if weighed else None
     for found, expected in both(swiglu, numbers(1, *shape, dtype=dtype), weights):
         close(found, expected, dtype)
 
 
 def test_swiglu_formula():
-    x, weights = numbers(1, 3, 2, 4).requires_grad_(), numbers(2, 3).requires_grad_()
-    expected = torch.nn.functional.silu(x[:, 0]) * x[:, 1] * weights[:, None]
+    x, weights = numbers(1, 3, 2, 4).requires_grad_(), numbers(2, 3, 1).requires_grad_()
+    expected = torch.nn.functional.silu(x[:, 0]) * x[:, 1] * weights
     torch.testing.assert_close(swiglu(x, weights), expected, rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradcheck(swiglu, (x, weights))
     assert torch.autograd.gradcheck(lambda x: swiglu(x), (x,))
