@@ -1,4 +1,4 @@
-"""The functions of ``permutation.py`` in Triton."""
+"""The functions of ``permutation.py`` in Triton. Rows may lie apart; the numbers of a row may not."""
 
 import torch
 import triton
@@ -9,11 +9,12 @@ from megatron_moe.kernels.blocks import LARGEST_BLOCK, launch, power_of_two, wid
 
 
 @triton.jit
-def _spread(x_ptr, stride, copy_ids_ptr, rows_ptr, width, num_slots, BLOCK: tl.constexpr):
+def _spread(x_ptr, stride, token_ids_ptr, weights_ptr, rows_ptr, width, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(copy_ids_ptr + row) // num_slots
-    numbers = tl.load(x_ptr + token * stride + columns, mask=columns < width)
+    numbers = tl.load(x_ptr + tl.load(token_ids_ptr + row) * stride + columns, mask=columns < width)
+    if HAS_WEIGHTS:
+        numbers *= tl.load(weights_ptr + row)
     tl.store(rows_ptr + row * width + columns, numbers, mask=columns < width)
 
 
@@ -21,24 +22,27 @@ def _spread(x_ptr, stride, copy_ids_ptr, rows_ptr, width, num_slots, BLOCK: tl.c
 def _collect(
     rows_ptr,
     stride,
-    row_ids_ptr,
+    rows_of_tokens_ptr,
+    starts_ptr,
     weights_ptr,
     y_ptr,
+    num_tokens,
+    num_rows,
     width,
-    NUM_SLOTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(starts_ptr + token)
+    stop = tl.load(starts_ptr + token + 1, mask=token + 1 < num_tokens, other=num_rows)
     total = tl.zeros((BLOCK,), dtype=WIDE)
-    for k in range(NUM_SLOTS):
-        row = tl.load(row_ids_ptr + token * NUM_SLOTS + k)
-        there = columns < tl.where(row < 0, 0, width)
-        numbers = tl.load(rows_ptr + row * stride + columns, mask=there, other=0.0).to(WIDE)
+    for place in range(start, stop):
+        row = tl.load(rows_of_tokens_ptr + place)
+        numbers = tl.load(rows_ptr + row * stride + columns, mask=columns < width, other=0.0).to(WIDE)
         if HAS_WEIGHTS:
-            numbers *= tl.load(weights_ptr + token * NUM_SLOTS + k).to(WIDE)
+            numbers *= tl.load(weights_ptr + row).to(WIDE)
         total += numbers
     tl.store(y_ptr + token * width + columns, total, mask=columns < width)
 
@@ -48,77 +52,75 @@ def _collect_backward(
     grad_ptr,
     rows_ptr,
     stride,
-    copy_ids_ptr,
+    token_ids_ptr,
     weights_ptr,
     grad_rows_ptr,
     grad_weights_ptr,
     width,
-    num_slots,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    copy = tl.load(copy_ids_ptr + row)
-    token = copy // num_slots
-    weight = tl.load(weights_ptr + copy).to(WIDE)
+    token, weight = tl.load(token_ids_ptr + row), tl.load(weights_ptr + row).to(WIDE)
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         grad = tl.load(grad_ptr + token * width + columns, mask=columns < width, other=0.0).to(WIDE)
         total += grad * tl.load(rows_ptr + row * stride + columns, mask=columns < width, other=0.0).to(WIDE)
         tl.store(grad_rows_ptr + row * width + columns, grad * weight, mask=columns < width)
-    tl.store(grad_weights_ptr + copy, tl.sum(total, 0))
+    tl.store(grad_weights_ptr + row, tl.sum(total, 0))
 
 
-def spread(x_TD: Tensor, copy_ids_N: Tensor, num_slots: int) -> Tensor:
-    """Row n is token copy_ids[n] // num_slots: [T, D] -> [N, D]. Rows may lie apart, as in all functions here."""
-    num_rows, width = len(copy_ids_N), x_TD.shape[1]
-    rows_ND = x_TD.new_empty(num_rows, width)
+def spread(x_TD: Tensor, token_ids_R: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """[T, D] tokens -> [R, D], the token of each row, times the row's weight."""
+    num_rows, width = len(token_ids_R), x_TD.shape[1]
+    rows_RD = x_TD.new_empty(num_rows, width)
     block = power_of_two(width, LARGEST_BLOCK)
     grid = (num_rows, triton.cdiv(width, block))
-    launch(_spread, grid, x_TD, x_TD.stride(0), copy_ids_N, rows_ND, width, num_slots, block)
-    return rows_ND
+    launch(_spread, grid, x_TD, x_TD.stride(0), token_ids_R, weights_R, rows_RD, width, weights_R is not None, block)
+    return rows_RD
 
 
-def collect(rows_ND: Tensor, row_ids_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Sum of each token's rows, added up in float32 at least: [N, D] -> [T, D]."""
-    (num_tokens, num_slots), width = row_ids_TK.shape, rows_ND.shape[1]
-    y_TD = rows_ND.new_empty(num_tokens, width)
+def collect(rows_RD: Tensor, rows_R: Tensor, starts_T: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """[R, D] rows -> [T, D]: each token is the weighed sum of its rows; a token without rows is zero."""
+    num_tokens, width = len(starts_T), rows_RD.shape[1]
+    y_TD = rows_RD.new_empty(num_tokens, width)
     block = power_of_two(width, LARGEST_BLOCK)
     launch(
         _collect,
         (num_tokens, triton.cdiv(width, block)),
-        rows_ND,
-        rows_ND.stride(0),
-        row_ids_TK.contiguous(),
-        None if weights_TK is None else weights_TK.contiguous(),
+        rows_RD,
+        rows_RD.stride(0),
+        rows_R,
+        starts_T,
+        weights_R,
         y_TD,
+        num_tokens,
+        len(rows_R),
         width,
-        num_slots,
-        weights_TK is not None,
-        wide(rows_ND.dtype),
+        weights_R is not None,
+        wide(rows_RD.dtype),
         block,
     )
     return y_TD
 
 
-def collect_backward(grad_TD: Tensor, rows_ND: Tensor, copy_ids_N: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`collect` with weights: of the rows [N, D], and of the weights [T, K]; 0 for empty slots."""
-    num_rows, width = rows_ND.shape
-    grad_ND, grad_weights_TK = torch.empty_like(rows_ND), torch.zeros_like(weights_TK)
+def collect_backward(grad_TD: Tensor, rows_RD: Tensor, token_ids_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`collect` with weights: of the rows [R, D] and of the weights [R]."""
+    num_rows, width = rows_RD.shape
+    grad_RD, grad_weights_R = grad_TD.new_empty(num_rows, width), torch.empty_like(weights_R)
     launch(
         _collect_backward,
         (num_rows,),
         grad_TD,
-        rows_ND,
-        rows_ND.stride(0),
-        copy_ids_N,
-        weights_TK.contiguous(),
-        grad_ND,
-        grad_weights_TK,
+        rows_RD,
+        rows_RD.stride(0),
+        token_ids_R,
+        weights_R,
+        grad_RD,
+        grad_weights_R,
         width,
-        weights_TK.shape[1],
-        wide(rows_ND.dtype),
+        wide(rows_RD.dtype),
         power_of_two(width, LARGEST_BLOCK),
     )
-    return grad_ND, grad_weights_TK
+    return grad_RD, grad_weights_R

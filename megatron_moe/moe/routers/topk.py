@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_moe.config.schema import MoEConfig
 from megatron_moe.kernels import scoring
 from megatron_moe.moe.replay import decided
-from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice
+from megatron_moe.moe.routing import Choice, PlaceTable, RouterInputs, best_ids, make_choice
 
 
 def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
@@ -82,7 +82,10 @@ def _fused(inputs: RouterInputs, config: MoEConfig) -> Choice:
     scored = made[0] if made else score(ids_TK)
     ids_GTK, weights_GTK, scores_GTE = (x.view(*inputs.logits_GTE.shape[:2], -1) for x in scored[:3])
     plain_ids_GTK = None if inputs.bias_E is None else _plain_ids(inputs, config)
-    return make_choice(ids_GTK, weights_GTK, scores_GTE, inputs.valid_GT, plain_ids_GTK=plain_ids_GTK)
+    choice = make_choice(ids_GTK, weights_GTK, scores_GTE, inputs.valid_GT, plain_ids_GTK=plain_ids_GTK)
+    if inputs.valid_GT is not None:  # padding has lost its experts
+        return choice
+    return choice._replace(table=PlaceTable(scored.positions_TK.flatten(), scored.counts_E))
 
 
 def log_scores(logits_GTE: Tensor, config: MoEConfig) -> Tensor:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_moe.kernels import cross_entropy, cross_entropy_triton, permutation, scoring
-from megatron_moe.kernels.permutation import RowOrder, permute, row_order, unpermute
+from megatron_moe.kernels import cross_entropy, cross_entropy_triton, permutation_triton, scoring
 from megatron_moe.kernels.scoring import ScoringRule, score_topk
 from megatron_moe.kernels.swiglu import swiglu
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_order
+from megatron_moe.moe.routing import PlaceTable, Routing
 from tests.helpers.building import normal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,47 +111,47 @@ def test_scoring_backward_in_closed_form(rule):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_row_order_is_the_stable_sort():
+def test_table_gives_the_order_of_the_stable_sort():
     rule = ScoringRule(3, sigmoid=False, normalised=True, scale=1.0)
     scored = score_topk(numbers(1, 50, 6) + 3 * torch.arange(6, device=DEVICE), None, rule, kernels="triton")
-    order = row_order(scored.ids_TK, scored.positions_TK, scored.counts_E)
-    assert torch.equal(order.copy_ids_N, scored.ids_TK.flatten().argsort(stable=True))
-    assert torch.equal(order.copy_ids_N[order.row_ids_TK].flatten(), torch.arange(150, device=DEVICE))
+    ids_N, tokens_N = scored.ids_TK.flatten(), torch.arange(150, device=DEVICE) // 3
+    routing = Routing(tokens_N, ids_N, scored.weights_TK.flatten())
+    expected = expert_order(routing, 6, 50)
+    found = expert_order(routing._replace(table=PlaceTable(scored.positions_TK.flatten(), scored.counts_E)), 6, 50)
+    assert torch.equal(found.order_N, expected.order_N) and torch.equal(found.counts_E, expected.counts_E)
+    assert torch.equal(found.copies.token_ids_R, expected.copies.token_ids_R)
+    assert torch.equal(found.copies.starts_T, expected.copies.starts_T)
+    # The rows of a token, in the order of its experts or of its slots.
+    found_T3, expected_T3 = (order.copies.rows_R.view(50, 3).sort(1).values for order in (found, expected))
+    assert torch.equal(found_T3, expected_T3)
 
 
-def order_with_holes(tokens: int, slots: int, kept: int) -> RowOrder:
-    copies = torch.randperm(tokens * slots, generator=torch.Generator().manual_seed(0))[:kept]
-    row_ids = torch.full((tokens * slots,), -1)
-    row_ids[copies] = torch.arange(kept)
-    return RowOrder(copies.to(DEVICE), row_ids.view(tokens, slots).to(DEVICE))
+def some_copies(tokens: int, rows: int, kernels: str = "torch") -> Copies:
+    """Tokens of any number of rows, some of none."""
+    ids_R = torch.randint(max(tokens, 1), (rows,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return Copies.of(ids_R, tokens, kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "slots", "kept", "width"), [(5, 3, 15, 5), (3, 2, 4, 2050), (4, 2, 0, 3), (0, 2, 0, 3)]
-)
-def test_permutation(tokens, slots, kept, width, dtype):
-    order = order_with_holes(tokens, slots, kept)
-    x_TD, rows_ND = numbers(1, tokens, width, dtype=dtype), numbers(2, kept, width, dtype=dtype)
-    weights_TK = numbers(3, tokens, slots, dtype=dtype)
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(5, 15, 5), (3, 4, 2050), (4, 0, 3), (0, 0, 3)])
+def test_permutation(tokens, rows, width, dtype):
+    x_TD, rows_RD = numbers(1, tokens, width, dtype=dtype), numbers(2, rows, width, dtype=dtype)
+    weights_R = numbers(3, rows, dtype=dtype)
     for found, expected in (
-        *both(lambda x, kernels: permute(x, order, kernels), x_TD),
-        *both(lambda rows, kernels: unpermute(rows, order, None, kernels), rows_ND),
-        *both(lambda rows, weights, kernels: unpermute(rows, order, weights, kernels), rows_ND, weights_TK),
+        *both(lambda x, kernels: copy_rows(x, some_copies(tokens, rows, kernels)), x_TD),
+        *both(lambda y, kernels: add_rows(y, some_copies(tokens, rows, kernels)), rows_RD),
+        *both(lambda y, weights, kernels: add_rows(y, some_copies(tokens, rows, kernels), weights), rows_RD, weights_R),
     ):
         close(found, expected, dtype)
 
 
 def test_permutation_formula():
-    order, x_TD = order_with_holes(5, 3, 9), numbers(1, 5, 4).requires_grad_()
-    rows_ND, weights_TK = numbers(2, 9, 4).requires_grad_(), numbers(3, 5, 3).requires_grad_()
-    assert torch.equal(permute(x_TD, order), x_TD[order.copy_ids_N // 3])
-    expected = torch.zeros(15, 4, dtype=torch.float64).index_copy(0, order.copy_ids_N, rows_ND)
-    expected = (expected.view(5, 3, 4) * weights_TK[..., None]).sum(1)
-    torch.testing.assert_close(unpermute(rows_ND, order, weights_TK), expected, rtol=1e-13, atol=1e-15)
-    assert torch.autograd.gradcheck(lambda x: permute(x, order), (x_TD,))
-    assert torch.autograd.gradcheck(lambda rows, weights: unpermute(rows, order, weights), (rows_ND, weights_TK))
-    assert torch.autograd.gradcheck(lambda rows: unpermute(rows, order), (rows_ND,))
+    copies, x_TD = some_copies(5, 9), numbers(1, 5, 4).requires_grad_()
+    rows_RD, weights_R = numbers(2, 9, 4).requires_grad_(), numbers(3, 9).requires_grad_()
+    assert torch.equal(copy_rows(x_TD, copies), x_TD[copies.token_ids_R])
+    expected_TD = torch.zeros_like(x_TD).index_add(0, copies.token_ids_R, rows_RD * weights_R[:, None])
+    torch.testing.assert_close(add_rows(rows_RD, copies, weights_R), expected_TD, rtol=1e-13, atol=1e-15)
+    assert torch.autograd.gradcheck(lambda rows, weights: add_rows(rows, copies, weights), (rows_RD, weights_R))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,13 +174,12 @@ def test_offsets_beyond_32_bits():
     # Rows so far apart that their addresses do not fit; memory that nobody touches is not there.
     far = torch.empty_strided((3, 8), (2**30, 1), dtype=torch.bfloat16, device=DEVICE)
     far.copy_(numbers(1, 3, 8, dtype=torch.bfloat16))
-    order = RowOrder(torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([[1], [2], [0]], device=DEVICE))
-    weights_TK = torch.ones(3, 1, dtype=torch.bfloat16, device=DEVICE)
-    chosen = permutation.functions("permutation", "triton")
-    assert torch.equal(chosen.spread(far, order.copy_ids_N, 1), far[[2, 0, 1]])
-    assert torch.equal(chosen.collect(far, order.row_ids_TK, None), far[[1, 2, 0]])
-    _, dots_TK = chosen.collect_backward(torch.ones_like(far[:, :8].contiguous()), far, order.copy_ids_N, weights_TK)
-    close(dots_TK.flatten(), far[[1, 2, 0]].sum(1), torch.bfloat16)
+    ids_R, weights_R = torch.tensor([2, 0, 1], device=DEVICE), torch.ones(3, dtype=torch.bfloat16, device=DEVICE)
+    one_each_T = torch.arange(3, device=DEVICE)
+    assert torch.equal(permutation_triton.spread(far, ids_R), far[[2, 0, 1]])
+    assert torch.equal(permutation_triton.collect(far, ids_R, one_each_T), far[[2, 0, 1]])
+    _, dots_R = permutation_triton.collect_backward(torch.ones_like(far.contiguous()), far, ids_R, weights_R)
+    close(dots_R, far.sum(1), torch.bfloat16)
     labels_N, near = torch.tensor([0, 1, 2], device=DEVICE), far.contiguous()
     for found, expected in zip(
         cross_entropy_triton.shard_statistics(far, labels_N, 8)[1:],
