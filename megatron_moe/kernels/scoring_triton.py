@@ -75,7 +75,7 @@ def _score(
     ids = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), dtype=WIDE)
     taken = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
-    for k in tl.static_range(NUM_SLOTS):
+    for k in range(NUM_SLOTS):
         if IS_DECIDED:
             best = tl.load(decided_ptr + tokens * NUM_SLOTS + k, mask=tokens < num_tokens, other=0).to(tl.int32)
         else:
@@ -93,7 +93,7 @@ def _score(
         weights = weights / tl.sum(weights, 1)[:, None]
     ranks = tl.cumsum(taken, 0) - taken
     positions = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
-    for k in tl.static_range(NUM_SLOTS):
+    for k in range(NUM_SLOTS):
         best = tl.sum(tl.where(slots[None, :] == k, ids, 0), 1)
         rank = tl.sum(tl.where(experts[None, :] == best[:, None], ranks, 0), 1)
         positions = tl.where(slots[None, :] == k, rank[:, None], positions)
@@ -150,7 +150,7 @@ def _backward(
     grad = scores * (grad_scores - tl.sum(grad_scores * scores, 1)[:, None])
     if not NORMALISED:
         grad -= scores * total
-    for k in tl.static_range(NUM_SLOTS):
+    for k in range(NUM_SLOTS):
         expert = tl.sum(tl.where(slots[None, :] == k, ids, 0), 1)
         product = tl.sum(tl.where(slots[None, :] == k, products, 0.0), 1)
         grad += tl.where(experts[None, :] == expert[:, None], product[:, None], 0.0)
