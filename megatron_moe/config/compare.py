@@ -49,7 +49,7 @@ _EXCEPTIONS = {
         check_for_nan_in_loss_and_grad on_nonfinite on_spike loss_spike_factor grad_norm_spike_factor
         """,
     Agreement.FREE: """
-        make_vocab_size_divisible_by moe_token_dispatcher_type moe_dispatch_deduplicate moe_overlap_degree
+        make_vocab_size_divisible_by kernels moe_token_dispatcher_type moe_dispatch_deduplicate moe_overlap_degree
         moe_expert_backend num_workers
         """,
 }

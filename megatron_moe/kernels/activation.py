@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+
+from megatron_moe.kernels.swiglu import swiglu
 
 _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -17,34 +18,14 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up * weight, which keeps its inputs alone and writes both gradients into one tensor."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_PF: Tensor, weights_1: Tensor | None) -> Tensor:
-        gate, up = x_PF.unbind(-2)
-        ctx.save_for_backward(x_PF, weights_1)  # type: ignore[arg-type]
-        y = F.silu(gate).mul_(up)
-        return y if weights_1 is None else y.mul_(weights_1)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        x_PF, weights_1 = ctx.saved_tensors  # type: ignore[attr-defined]
-        gate, up = x_PF.unbind(-2)
-        grad_PF, grad_weights, work = torch.empty_like(x_PF), None, F.silu(gate)
-        grad_gate, grad_up = grad_PF.unbind(-2)
-        torch.mul(grad, work, out=grad_up)
-        torch.mul(grad, up, out=work)
-        if weights_1 is not None:
-            grad_weights = torch.mul(grad_up, up, out=grad_gate).sum(-1, keepdim=True)
-            grad_up.mul_(weights_1)
-            work.mul_(weights_1)
-        torch.ops.aten.silu_backward.grad_input(work, gate, grad_input=grad_gate)
-        return grad_PF, grad_weights
-
-
 def activate(
-    x_PF: Tensor, name: str, *, clamp: float | None = None, offset: float = 0.0, weights_1: Tensor | None = None
+    x_PF: Tensor,
+    name: str,
+    *,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    weights_1: Tensor | None = None,
+    kernels: str = "torch",
 ) -> Tensor:
     """Apply an activation.
 
@@ -54,12 +35,13 @@ def activate(
         clamp: gated: the gate is cut at this, up at plus and minus this.
         offset: gated: added to up.
         weights_1: [..., 1] factors of the result.
+        kernels: implementation of SwiGLU without clamp and offset.
 
     Returns:
         [..., F].
     """
     if name == "swiglu" and clamp is None and offset == 0:
-        return _SwiGLU.apply(x_PF, weights_1)  # type: ignore[return-value]
+        return swiglu(x_PF, weights_1, kernels)
     y = _activate(x_PF, name, clamp, offset)
     return y if weights_1 is None else y * weights_1
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import Config
+from megatron_moe.kernels.selection import choose
 from megatron_moe.model.block import Block
+from megatron_moe.model.cross_entropy import vocab_parallel_cross_entropy
 from megatron_moe.model.multi_token import PredictionModule, ahead
 from megatron_moe.model.norm import Norm
 from megatron_moe.moe.losses import attach_loss
@@ -35,7 +37,7 @@ from megatron_moe.parallel.sharding import (
     sharded_parameters,
 )
 from megatron_moe.parallel.tokens import TokenBatch
-from megatron_moe.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy, vocab_spec
+from megatron_moe.parallel.vocab import VocabParallelEmbedding, vocab_spec
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
 EMBEDDING_NAME = "embedding.weight"
@@ -128,6 +130,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
         self.mtp = nn.ModuleList(PredictionModule(config, k, ctx, dtype, queue) for k in range(num_mtp))
         self.mtp_scale = model.mtp_loss_scaling_factor / max(num_mtp, 1)
+        self.kernels = choose(model.kernels, ctx.device, dtype)
         self.mtp_losses: dict[int, Tensor] = {}  # of each module, this rank's part; by micro-batch and overwritten
         self.output = OutputLayer(config, ctx, dtype, near) if has_output else None
         if has_output and embedding is not None and ends_share:
@@ -168,7 +171,9 @@ class Decoder(nn.Module):
         assert self.output is not None
         logits_SBV = self.output.logits(h_SBD)
         labels_N = tokens.context(tokens.labels_SB).flatten()
-        loss_N = vocab_parallel_cross_entropy(logits_SBV.flatten(0, 1), labels_N, self.output.spec, self.ctx)
+        loss_N = vocab_parallel_cross_entropy(
+            logits_SBV.flatten(0, 1), labels_N, self.output.spec, self.ctx, self.kernels["cross_entropy"]
+        )
         mask_N = tokens.context(tokens.loss_mask_SB).flatten()
         return loss_N.masked_fill(~mask_N, 0.0).sum() / tokens.step.num_loss_tokens
 

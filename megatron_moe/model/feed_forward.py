@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig
 from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.selection import choose
 from megatron_moe.model.recompute import recomputed
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter_tp
@@ -31,6 +32,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.ctx, self.sequence_parallel, self.activation = ctx, sequence_parallel, config.activation
         self.activation_options = {"clamp": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
+        self.activation_options["kernels"] = choose(config.kernels, ctx.device, dtype)["swiglu"]
         self.num_projections = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_moe.config.schema import Config, ParallelConfig
 from megatron_moe.model.cache import caching, without_caches
+from megatron_moe.model.cross_entropy import vocab_parallel_cross_entropy
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.moe.capacity import needs_whole_groups
 from megatron_moe.moe.dispatchers import ReplicatedDispatcher
@@ -29,7 +30,6 @@ from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
-from megatron_moe.parallel.vocab import vocab_parallel_cross_entropy
 
 
 @dataclass(frozen=True)

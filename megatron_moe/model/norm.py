@@ -1,10 +1,10 @@
 """Normalisation over the last dim, computed in float32 at least."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig
+from megatron_moe.kernels.selection import choose, functions
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
@@ -30,19 +30,18 @@ class Norm(nn.Module):
         epsilon: float | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.kind = config.norm_epsilon if epsilon is None else epsilon, config.normalization
+        self.epsilon = config.norm_epsilon if epsilon is None else epsilon
+        self.kernels = choose(config.kernels, ctx.device, dtype)["norm"]
 
         def vector(value: float) -> ShardSpec:
             return ShardSpec((size,), partial_tp=partial_tp, initial=Initial("constant", value), decay=False)
 
         self.weight = empty_parameter(vector(1.0), ctx, dtype)
-        self.bias = empty_parameter(vector(0.0), ctx, dtype) if self.kind == "LayerNorm" else None
+        self.bias = empty_parameter(vector(0.0), ctx, dtype) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
-        if self.kind == "LayerNorm":
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return functions("norm", self.kernels).normalise(x, self.weight, self.bias, self.epsilon)
 
 
 class ProjectionNorm(nn.Module):

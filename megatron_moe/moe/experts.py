@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.selection import choose
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient
@@ -70,6 +71,7 @@ class Experts(nn.Module):
         num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
         self.activation, self.queue, self.etp = model.activation, queue, ctx.etp.size
         self.activation_options = {"clamp": model.activation_func_clamp_value, "offset": model.glu_linear_offset}
+        self.activation_options["kernels"] = choose(model.kernels, ctx.device, dtype)["swiglu"]
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
         self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
+from megatron_moe.kernels.selection import choose
 from megatron_moe.moe.capacity import decide, needs_whole_groups
 from megatron_moe.moe.losses import (
     BALANCE_LOSSES,
@@ -56,6 +57,7 @@ class Gate(nn.Module):
         assert moe.num_experts is not None
         self.config, self.layer_id, self.num_experts = moe, layer_id, moe.num_experts
         self.router = ROUTERS[moe.moe_router]
+        self.kernels = choose(model.kernels, ctx.device, dtype)["scoring"]
         self.dtype = torch.promote_types(dtype, torch.float32)
         std = model.init_method_std if moe.moe_router_init_std is None else moe.moe_router_init_std
         rows = moe.num_experts * self.router.logits_per_expert
@@ -132,6 +134,7 @@ class Gate(nn.Module):
             vocab_ids_GT=arrange(tokens.ids_SB),
             uniform=uniform,
             training=training,
+            kernels=self.kernels,
         )
         return decide(self.router, inputs, self.config)
 

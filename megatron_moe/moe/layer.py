@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
+from megatron_moe.kernels.selection import choose
 from megatron_moe.moe.capacity import slots_may_be_empty
 from megatron_moe.moe.dispatchers import build_dispatcher
 from megatron_moe.moe.experts import Experts
@@ -50,6 +51,7 @@ class MoELayer(nn.Module):
         super().__init__()
         assert moe.num_experts is not None
         self.config, self.ctx = moe, ctx
+        self.kernels = choose(model.kernels, ctx.device, dtype)["permutation"]
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
         for weight in (self.experts.fc1, self.experts.fc2):
@@ -66,7 +68,8 @@ class MoELayer(nn.Module):
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
         sent_before = self._sent_bytes()
-        chunks = split_tokens(flatten(choice, has_holes), x_SBD.flatten(0, 1), self.config.moe_overlap_degree)
+        routing = flatten(choice, has_holes, self.kernels)
+        chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.config.moe_overlap_degree)
         arriving = self.dispatcher.dispatch(*chunks[0])
         shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
         returning = []

@@ -9,9 +9,11 @@ the forward pass of the other; nothing is scattered, and sums are made in the or
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from megatron_moe.kernels.selection import functions
+from megatron_moe.moe.routing import Routing
 
 
 class Copies(NamedTuple):
@@ -21,17 +23,47 @@ class Copies(NamedTuple):
         token_ids_R: int64, the token of each row.
         rows_R: int64, the rows again, token by token.
         starts_T: int64, where in ``rows_R`` those of each token begin.
+        kernels: implementation of copying and adding up.
     """
 
     token_ids_R: Tensor
     rows_R: Tensor
     starts_T: Tensor
+    kernels: str = "torch"
 
     @staticmethod
-    def of(token_ids_R: Tensor, num_tokens: int) -> "Copies":
+    def of(token_ids_R: Tensor, num_tokens: int, kernels: str = "torch") -> "Copies":
         """Of any order of rows; tokens may have none."""
         rows_R, counts_T = grouped_order(token_ids_R, num_tokens)
-        return Copies(token_ids_R, rows_R, counts_T.cumsum(0) - counts_T)
+        return Copies(token_ids_R, rows_R, counts_T.cumsum(0) - counts_T, kernels)
+
+
+class ExpertOrder(NamedTuple):
+    """Copies in the order of experts, tokens in order inside an expert.
+
+    Attributes:
+        order_N: int64, the copy that goes to each row.
+        counts_E: int64, copies of each expert.
+        copies: of the tokens, in this order.
+    """
+
+    order_N: Tensor
+    counts_E: Tensor
+    copies: Copies
+
+
+def expert_order(routing: Routing, num_experts: int, num_tokens: int) -> ExpertOrder:
+    """By the table of places, where the router's kernel made one; else by sorting."""
+    table = routing.table
+    if table is None:
+        order_N, counts_E = grouped_order(routing.expert_ids_N, num_experts)
+        copies = Copies.of(routing.token_ids_N[order_N], num_tokens, routing.kernels)
+        return ExpertOrder(order_N, counts_E, copies)
+    first_E = table.counts_E.cumsum(0) - table.counts_E
+    rows_N = first_E[routing.expert_ids_N] + table.positions_N  # copies are token-major: these are the rows by token
+    order_N = inverse_of(rows_N)
+    starts_T = torch.arange(num_tokens, device=rows_N.device) * (len(rows_N) // max(num_tokens, 1))
+    return ExpertOrder(order_N, table.counts_E, Copies(routing.token_ids_N[order_N], rows_N, starts_T, routing.kernels))
 
 
 def grouped_order(group_ids_N: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -65,9 +97,9 @@ def copy_rows(x_TD: Tensor, copies: Copies) -> Tensor:
     return _CopyRows.apply(x_TD, copies)  # type: ignore[return-value]
 
 
-def add_rows(rows_RD: Tensor, copies: Copies) -> Tensor:
-    """[R, D] rows -> [T, D]: each token is the sum of its rows; a token without rows is zero."""
-    return _AddRows.apply(rows_RD, copies)  # type: ignore[return-value]
+def add_rows(rows_RD: Tensor, copies: Copies, weights_R: Tensor | None = None) -> Tensor:
+    """[R, D] rows -> [T, D]: each token is the (weighed) sum of its rows; a token without rows is zero."""
+    return _AddRows.apply(rows_RD, weights_R, copies)  # type: ignore[return-value]
 
 
 def reorder(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -96,30 +128,37 @@ def inverse_of(order_R: Tensor) -> Tensor:
     return inverse_R
 
 
-def _sum_of_copies(rows_RD: Tensor, copies: Copies) -> Tensor:
-    return F.embedding_bag(copies.rows_R, rows_RD, copies.starts_T, mode="sum")
-
-
 class _CopyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_TD: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies  # type: ignore[attr-defined]
-        return x_TD.index_select(0, copies.token_ids_R)
+        return functions("permutation", copies.kernels).spread(x_TD, copies.token_ids_R)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum_of_copies(grad_RD.contiguous(), ctx.copies), None  # type: ignore[attr-defined]
+        copies: Copies = ctx.copies  # type: ignore[attr-defined]
+        collect = functions("permutation", copies.kernels).collect
+        return collect(grad_RD.contiguous(), copies.rows_R, copies.starts_T), None
 
 
 class _AddRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows_RD: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies  # type: ignore[attr-defined]
-        return _sum_of_copies(rows_RD, copies)
+    """Without weights nothing is kept of the rows."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_TD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad_TD.index_select(0, ctx.copies.token_ids_R), None  # type: ignore[attr-defined]
+    def forward(ctx: FunctionCtx, rows_RD: Tensor, weights_R: Tensor | None, copies: Copies) -> Tensor:
+        ctx.copies = copies  # type: ignore[attr-defined]
+        ctx.save_for_backward(*(() if weights_R is None else (rows_RD, weights_R)))
+        return functions("permutation", copies.kernels).collect(rows_RD, copies.rows_R, copies.starts_T, weights_R)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+        copies: Copies = ctx.copies  # type: ignore[attr-defined]
+        chosen, weighed = functions("permutation", copies.kernels), ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_TD = grad_TD.contiguous()
+        if not weighed:
+            return chosen.spread(grad_TD, copies.token_ids_R), None, None
+        rows_RD, weights_R = weighed
+        return *chosen.collect_backward(grad_TD, rows_RD, copies.token_ids_R, weights_R), None
 
 
 class _Reorder(torch.autograd.Function):

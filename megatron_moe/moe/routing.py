@@ -36,6 +36,7 @@ class RouterInputs(NamedTuple):
         uniform: ``uniform(use, n)`` gives [G, T, n] numbers in [0, 1) from a counter-based generator keyed
             by the token and the use, so that they are the same under every layout and in recomputation.
         training: False in evaluation.
+        kernels: implementation of scoring, for methods that are score and top-k.
     """
 
     logits_GTE: Tensor
@@ -44,6 +45,19 @@ class RouterInputs(NamedTuple):
     vocab_ids_GT: Tensor | None
     uniform: Callable[[str, int], Tensor]
     training: bool
+    kernels: str = "torch"
+
+
+class PlaceTable(NamedTuple):
+    """Where each copy stands among those of its expert, in the order of tokens, and how many an expert has.
+
+    Attributes:
+        positions_N: int64, of the copies token by token.
+        counts_E: int64.
+    """
+
+    positions_N: Tensor
+    counts_E: Tensor
 
 
 class Choice(NamedTuple):
@@ -58,6 +72,8 @@ class Choice(NamedTuple):
             statistics, bias and most balance losses count these.
         plain_ids_GTK: top-k without bias and group limit, for DeepSeek-V3's sequence-wise loss as printed.
             None: the same as ``chosen_ids_GTK``.
+        table: places of the copies over all groups, where the router's kernel counted them. None: nobody did, or the
+            decision has changed since.
     """
 
     expert_ids_GTK: Tensor
@@ -65,17 +81,21 @@ class Choice(NamedTuple):
     scores_GTE: Tensor
     chosen_ids_GTK: Tensor
     plain_ids_GTK: Tensor | None = None
+    table: PlaceTable | None = None
 
 
 class Routing(NamedTuple):
     """A flat list of copies, token-major: copy n takes token ``token_ids_N[n]`` to ``expert_ids_N[n]``.
 
-    Token ids count through the flattened [G T] tokens of the call.
+    Token ids count through the flattened [G T] tokens of the call. ``table`` as in :class:`Choice`, and there only
+    where every token has as many copies; ``kernels`` is the implementation of copying rows and adding them up.
     """
 
     token_ids_N: Tensor
     expert_ids_N: Tensor
     weights_N: Tensor
+    table: PlaceTable | None = None
+    kernels: str = "torch"
 
 
 Router = Callable[[RouterInputs, MoEConfig], Choice]
@@ -110,7 +130,7 @@ class RouterSpec:
     checks: Callable[[MoEConfig], Iterable[str]] = no_checks
 
 
-def flatten(choice: Choice, can_drop: bool) -> Routing:
+def flatten(choice: Choice, can_drop: bool, kernels: str = "torch") -> Routing:
     """List the copies of all tokens, token-major.
 
     Args:
@@ -124,7 +144,8 @@ def flatten(choice: Choice, can_drop: bool) -> Routing:
     if can_drop:
         copies_N = copies_N[expert_ids_N >= 0]
         expert_ids_N, weights_N = expert_ids_N[copies_N], weights_N[copies_N]
-    return Routing(copies_N // max(num_slots, 1), expert_ids_N, weights_N)
+    table = None if can_drop else choice.table
+    return Routing(copies_N // max(num_slots, 1), expert_ids_N, weights_N, table, kernels)
 
 
 def split_tokens(routing: Routing, x_TD: Tensor, num_parts: int) -> list[tuple[Tensor, Routing]]:
@@ -135,8 +156,8 @@ def split_tokens(routing: Routing, x_TD: Tensor, num_parts: int) -> list[tuple[T
     edges_N = torch.searchsorted(routing.token_ids_N, torch.tensor(edges, device=routing.token_ids_N.device)).tolist()
     parts = []
     for first, last, start, stop in zip(edges, edges[1:], edges_N, edges_N[1:], strict=False):
-        token_ids, expert_ids, weights = (value_N[start:stop] for value_N in routing)
-        parts.append((x_TD[first:last], Routing(token_ids - first, expert_ids, weights)))
+        token_ids, expert_ids, weights = (value_N[start:stop] for value_N in routing[:3])
+        parts.append((x_TD[first:last], Routing(token_ids - first, expert_ids, weights, kernels=routing.kernels)))
     return parts
 
 
@@ -174,6 +195,7 @@ def keep_only(choice: Choice, keep_GTK: Tensor) -> Choice:
     return choice._replace(
         expert_ids_GTK=choice.expert_ids_GTK.masked_fill(~keep_GTK, -1),
         weights_GTK=choice.weights_GTK.masked_fill(~keep_GTK, 0),
+        table=None,
     )
 
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import OptimizerConfig
+from megatron_moe.kernels.selection import functions
 from megatron_moe.parallel.buckets import Piece
 
 
 class AdamW:
-    """torch's AdamW (fused where the device has it) over flat views; norms and biases do not decay."""
+    """AdamW over flat views, by torch or another library (``kernels/adam*.py``); norms and biases do not decay."""
 
-    def __init__(self, pieces: Sequence[Piece], config: OptimizerConfig) -> None:
+    def __init__(self, pieces: Sequence[Piece], config: OptimizerConfig, kernels: str = "torch") -> None:
         self.pieces = list(pieces)
         self.masters: list[Tensor] = []
         for piece in self.pieces:
@@ -24,12 +25,11 @@ class AdamW:
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(
+        self._adamw = functions("adam", kernels).make_adamw(
             [g for g in groups if g["params"]] or [{"params": [torch.zeros(0)]}],
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            fused=all(m.device.type != "meta" for m in self.masters),  # a dry run has no kernels
         )
         self._create_state()
 
@@ -74,3 +74,5 @@ class AdamW:
     def num_steps(self, value: int) -> None:
         for master in self.masters:
             self._adamw.state[master]["step"].fill_(value)
+        for group in self._adamw.param_groups:
+            group.pop("step", None)  # Apex counts by group, and begins with the state's count

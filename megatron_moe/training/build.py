@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from megatron_moe.config.schema import Config
+from megatron_moe.kernels.selection import choose
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.flops import ForwardFlops
 from megatron_moe.moe.gate import Gate
@@ -124,7 +125,8 @@ def build_machine(config: Config, ctx: ParallelContext) -> Machine:
     shape = (len(layout.local_S), training.micro_batch_size, config.model.hidden_size)
     runtime = Runtime(stages, ctx, shape, getattr(torch, training.params_dtype))
     pieces = [piece for stage in stages.values() for piece in stage.reducer.pieces()]
-    return Machine(config, ctx, stages, runtime, AdamW(pieces, config.optim), layout)
+    kernels = choose(config.model.kernels, ctx.device, getattr(torch, training.params_dtype))
+    return Machine(config, ctx, stages, runtime, AdamW(pieces, config.optim, kernels["adam"]), layout)
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:

@@ -7,11 +7,13 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_moe.checkpoint import CheckpointError
 from megatron_moe.config import Resolved, dump
 from megatron_moe.data.tokenizer import build_tokenizer
+from megatron_moe.kernels.selection import choose
 from megatron_moe.training import launch
 from megatron_moe.training.build import with_vocabulary
 from megatron_moe.training.faults import SharedError
@@ -43,6 +45,8 @@ def train(resolved: Resolved) -> int:
         provenance["vocab_size"] = "implied by the tokenizer"
     resolved = replace(resolved, config=config, provenance=provenance)
     run = Run(config, ctx, provenance)
+    if launch.is_main_rank():
+        print(choose(config.model.kernels, ctx.device, getattr(torch, config.training.params_dtype)).line(), flush=True)
     limit = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     heartbeat = Heartbeat(ctx, run.machine.runtime, limit)
     try:

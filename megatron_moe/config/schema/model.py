@@ -115,6 +115,12 @@ class ModelConfig:
         None, "Multi-token prediction: modules that predict so many tokens more, one each (DeepSeek-V3). Default: none."
     )
     mtp_loss_scaling_factor: float = flag(0.1, "Weight of the mean of their losses.")
+    kernels: str = flag(
+        "auto",
+        "Fused kernels: PyTorch's operations, or those of a library for what it has. By default what is best of the "
+        "installed on the device: PyTorch's on a CPU. A line at the start says which operation uses what.",
+        choices=("auto", "torch", "triton", "transformer-engine", "apex"),
+    )
 
     @property
     def head_channels(self) -> int:

@@ -52,7 +52,7 @@ class AllGatherDispatcher:
         token_ids_N, expert_ids_N = self._gather(pairs_N2, copies).long().unbind(1)
         token_ids_N = token_ids_N + _first_tokens(tokens, copies).to(x_TD.device)
         kept_R, counts_L = own_experts_order(expert_ids_N, self.ctx.ep.rank, self.num_local)
-        copies_here = Copies.of(token_ids_N[kept_R], tokens.total)
+        copies_here = Copies.of(token_ids_N[kept_R], tokens.total, routing.kernels)
         rows_RD = copy_rows(self._gather(x_TD, tokens), copies_here)
         weights_R = self._gather(routing.weights_N.unsqueeze(1), copies).squeeze(1)[kept_R]
         dispatched = Dispatched(rows_RD, weights_R, counts_L, _Receipt(copies_here, tokens))

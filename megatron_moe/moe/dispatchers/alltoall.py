@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import (
-    Copies,
-    add_rows,
-    copy_rows,
-    expert_major,
-    grouped_order,
-    inverse_of,
-    reorder,
-)
+from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_major, expert_order, inverse_of, reorder
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
@@ -48,8 +40,7 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
-        order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
-        copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
+        order_N, counts_E, copies = expert_order(routing, self.num_experts, len(x_TD))
         counts_XPL = decided(lambda: self._exchange_counts(counts_E))
         receipt = self._receipt(copies, counts_E, counts_XPL, x_TD.device)
         rows = self._begin(copy_rows(x_TD, copies), receipt)

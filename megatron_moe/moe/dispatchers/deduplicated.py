@@ -56,12 +56,12 @@ class DeduplicatingDispatcher:
         rows, copies, counts_XPL = decided(lambda: self._exchange_counts(rows_P, counts_E))
 
         place_N = (row_N - (rows_P.cumsum(0) - rows_P)[peer_N]).to(torch.int32)
-        sent = Copies.of(token_ids_S, num_tokens)
+        sent = Copies.of(token_ids_S, num_tokens, routing.kernels)
         arriving = self._begin(copy_rows(x_TD, sent), rows)
         weights = self._begin(routing.weights_N[order_N].unsqueeze(1), copies)
         place_R = decided(lambda: self._send_places(place_N, rows, copies, counts_XPL))
         order_R = expert_major(counts_XPL.flatten(0, 1)).to(x_TD.device, non_blocking=True)
-        used = Copies.of(place_R[order_R], sum(rows.gathered))
+        used = Copies.of(place_R[order_R], sum(rows.gathered), routing.kernels)
 
         def finish() -> Dispatched:
             rows_RD = copy_rows(self._gathered(arriving(), rows), used)

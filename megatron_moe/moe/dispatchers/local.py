@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
-from megatron_moe.moe.permute import Copies, add_rows, copy_rows, grouped_order
+from megatron_moe.moe.permute import add_rows, copy_rows, expert_order
 from megatron_moe.moe.routing import Routing
 
 
@@ -17,8 +17,7 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [N, D], expert-major."""
-        order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
-        copies = Copies.of(routing.token_ids_N[order_N], x_TD.shape[0])
+        order_N, counts_E, copies = expert_order(routing, self.num_experts, len(x_TD))
         dispatched = Dispatched(copy_rows(x_TD, copies), routing.weights_N[order_N], counts_E, copies)
         return lambda: dispatched
 

@@ -25,7 +25,7 @@ class ReplicatedDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D], the same on all ranks -> rows [R, D] of this rank's experts, expert-major."""
         kept_R, counts_L = own_experts_order(routing.expert_ids_N, self.ctx.ep.rank, self.num_local)
-        copies = Copies.of(routing.token_ids_N[kept_R], x_TD.shape[0])
+        copies = Copies.of(routing.token_ids_N[kept_R], x_TD.shape[0], routing.kernels)
         dispatched = Dispatched(copy_rows(x_TD, copies), routing.weights_N[kept_R], counts_L, copies)
         return lambda: dispatched
 

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import MoEConfig
-from megatron_moe.moe.routing import Choice, RouterInputs, best_ids, make_choice
+from megatron_moe.kernels import scoring
+from megatron_moe.moe.replay import decided
+from megatron_moe.moe.routing import Choice, PlaceTable, RouterInputs, best_ids, make_choice
 
 
 def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
@@ -37,6 +39,8 @@ def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
     section 2.2.2); sigmoid scores by the sum of the best two, bias included (DeepSeek-V3, section 2.1.2,
     where K/M = 2).
     """
+    if inputs.kernels != "torch" and config.moe_router_group_topk is None:
+        return _fused(inputs, config)
     limited = inputs.bias_E is not None or config.moe_router_group_topk is not None
     log_scores_GTE = log_scores(inputs.logits_GTE, config)
     # Logits order the experts as scores do, without their rounding; but biases and groups add up scores.
@@ -44,31 +48,55 @@ def topk(inputs: RouterInputs, config: MoEConfig) -> Choice:
     if inputs.bias_E is not None:
         keys_GTE = keys_GTE + inputs.bias_E
     ids_GTK = best_ids(limit_groups(keys_GTE, config), config.moe_router_topk)
-    plain_ids_GTK = None
-    if limited and "seq_aux_loss" in config.moe_router_load_balancing_type:
-        plain_ids_GTK = best_ids(inputs.logits_GTE, config.moe_router_topk)
+    plain_ids_GTK = _plain_ids(inputs, config) if limited else None
     weights_GTK = combine_weights(log_scores_GTE, ids_GTK, config)
     scores_GTE = torch.softmax(log_scores_GTE, dim=-1)
     return make_choice(ids_GTK, weights_GTK, scores_GTE, inputs.valid_GT, plain_ids_GTK=plain_ids_GTK)
 
 
+def _plain_ids(inputs: RouterInputs, config: MoEConfig) -> Tensor | None:
+    """The choice without bias and groups, where a balance loss counts it."""
+    counted = "seq_aux_loss" in config.moe_router_load_balancing_type
+    return best_ids(inputs.logits_GTE, config.moe_router_topk) if counted else None
+
+
+def scoring_rule(config: MoEConfig) -> scoring.ScoringRule:
+    """The convention that the flags name."""
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    normalised = sigmoid or not config.moe_router_pre_softmax or config.moe_router_norm_topk
+    return scoring.ScoringRule(config.moe_router_topk, sigmoid, normalised, config.moe_router_topk_scaling_factor)
+
+
+def _fused(inputs: RouterInputs, config: MoEConfig) -> Choice:
+    """The same in one kernel, for a choice without groups."""
+    logits_TE, made = inputs.logits_GTE.flatten(0, 1), list[scoring.Scored]()
+
+    def score(decided_TK: Tensor | None) -> scoring.Scored:
+        return scoring.score_topk(logits_TE, inputs.bias_E, scoring_rule(config), decided_TK, inputs.kernels)
+
+    def decide() -> Tensor:
+        made.append(score(None))
+        return made[0].ids_TK
+
+    ids_TK = decided(decide)
+    scored = made[0] if made else score(ids_TK)
+    ids_GTK, weights_GTK, scores_GTE = (x.view(*inputs.logits_GTE.shape[:2], -1) for x in scored[:3])
+    plain_ids_GTK = None if inputs.bias_E is None else _plain_ids(inputs, config)
+    choice = make_choice(ids_GTK, weights_GTK, scores_GTE, inputs.valid_GT, plain_ids_GTK=plain_ids_GTK)
+    if inputs.valid_GT is not None:  # padding has lost its experts
+        return choice
+    return choice._replace(table=PlaceTable(scored.positions_TK.flatten(), scored.counts_E))
+
+
 def log_scores(logits_GTE: Tensor, config: MoEConfig) -> Tensor:
     """Logarithm of the scores: log softmax, or log sigmoid."""
-    if config.moe_router_score_function == "sigmoid":
-        return torch.nn.functional.logsigmoid(logits_GTE)
-    return torch.log_softmax(logits_GTE, dim=-1)
+    return scoring.log_scores(logits_GTE, config.moe_router_score_function == "sigmoid")
 
 
 def combine_weights(log_scores_GTE: Tensor, ids_GTK: Tensor, config: MoEConfig) -> Tensor:
     """Weights of the chosen experts, by the convention that the flags name."""
-    chosen_GTK = log_scores_GTE.gather(-1, ids_GTK)
-    raw = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
-    if raw and not config.moe_router_norm_topk:
-        weights_GTK = chosen_GTK.exp()
-    else:
-        # s_i / sum s = softmax(log s): the form that survives underflow.
-        weights_GTK = torch.softmax(chosen_GTK, dim=-1)
-    return weights_GTK * config.moe_router_topk_scaling_factor
+    rule = scoring_rule(config)
+    return scoring.chosen_weights(log_scores_GTE.gather(-1, ids_GTK), rule.normalised, rule.scale)
 
 
 def limit_groups(keys_GTE: Tensor, config: MoEConfig) -> Tensor:
@@ -90,12 +118,7 @@ def limit_groups(keys_GTE: Tensor, config: MoEConfig) -> Tensor:
 
 def topk_checks(config: MoEConfig) -> Iterable[str]:
     """Sentences about a top-k whose router would not learn."""
-    normalised = (
-        not config.moe_router_pre_softmax
-        or config.moe_router_norm_topk
-        or config.moe_router_score_function == "sigmoid"
-    )
-    if config.moe_router_topk == 1 and normalised and config.num_experts != 1:
+    if config.moe_router_topk == 1 and scoring_rule(config).normalised and config.num_experts != 1:
         yield (
             "--moe-router-topk 1 with normalised weights gives every token weight 1 and the router no "
             "gradient: add --moe-router-pre-softmax with softmax scores, or use --moe-router switch."

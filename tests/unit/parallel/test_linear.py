@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
+from megatron_moe.model.cross_entropy import vocab_parallel_cross_entropy
 from megatron_moe.model.feed_forward import FeedForward
 from megatron_moe.moe.experts import Experts
 from megatron_moe.parallel.context import ParallelContext
@@ -17,12 +18,7 @@ from megatron_moe.parallel.gradients import GradientReducer
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter_tp
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, name_parameters, sharded_parameters
-from megatron_moe.parallel.vocab import (
-    VocabParallelEmbedding,
-    padded_vocab,
-    vocab_parallel_cross_entropy,
-    vocab_spec,
-)
+from megatron_moe.parallel.vocab import VocabParallelEmbedding, padded_vocab, vocab_spec
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 from tests.helpers.building import normal
 from tests.helpers.ranks import MAX_RANKS
