@@ -79,7 +79,8 @@ class MoELayer(nn.Module):
                 arriving = self.dispatcher.dispatch(*following)
             rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
             returning.append(self.dispatcher.combine(rows_RD, dispatched))
-        y_SBD = torch.cat([arrived() for arrived in returning]).view(x_SBD.shape)
+        parts = [arrived() for arrived in returning]
+        y_SBD = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x_SBD.shape)
         self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: self._sent_bytes() - sent_before)
         if shared_SBD is not None:
             y_SBD = self._join(x_SBD, y_SBD, shared_SBD)
