@@ -143,11 +143,7 @@ class _PipelineRank:
 
     def afterwards(self) -> dict[str, float]:
         """Seconds after the last action: what is sent there, and the optimizer's reading and writing."""
-        inside: dict[tuple[str, str], tuple[int, int]] = {}
-        for _, cost in self.rank.actions:
-            for key, (calls, num) in cost.sent.items():
-                before = inside.get(key, (0, 0))
-                inside[key] = (before[0] + calls, before[1] + num)
+        inside = self.rank.sent_in_actions
         rest = {
             k: (c - inside.get(k, (0, 0))[0], b - inside.get(k, (0, 0))[1]) for k, (c, b) in self.rank.traffic.items()
         }

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class LiveBytes:
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
 
     def begin(self) -> int:
         """Forget the peak; returns the bytes alive."""
@@ -42,7 +44,7 @@ class LiveBytes:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            weakref.finalize(storage, self._set, key, None).atexit = False
+            self._references[key] = weakref.ref(storage, partial(self._gone, key))
             self._set(key, storage.nbytes())
 
     @contextmanager
@@ -58,6 +60,10 @@ class LiveBytes:
 
         with replaced(torch.UntypedStorage, "resize_", watched):
             yield
+
+    def _gone(self, key: int, reference: Any) -> None:
+        del self._references[key]
+        self._set(key, None)
 
     def _set(self, key: int, size: int | None) -> None:
         self.now += (size or 0) - self._sizes.pop(key, 0)

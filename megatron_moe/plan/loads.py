@@ -7,7 +7,8 @@ The router runs too, for its operations and collectives; its decision is on the 
 drops nothing here: the plan is that of a run in which no copy is lost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float)
     ids_TK = dealt_ids(group, moe.num_experts, moe.moe_router_topk, skew)
     first_B = torch.arange(batch) * seq_length
 
+    @cache
     def of_rank(rank: int) -> Tensor:
         position = coordinates(rank, ctx.sizes.view("dense"))
         positions_S = context_positions(seq_length, ctx.sizes.cp, position["cp"])
@@ -55,9 +57,25 @@ class _Given:
         self.ctx, self.num_experts = ctx, num_experts
 
     def routing(self, routing: Routing) -> Routing:
+        token_ids_N, expert_ids_N = self.copies
+        return Routing(token_ids_N, expert_ids_N, routing.weights_N[: len(expert_ids_N)])
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """[N] token and expert of each copy that this rank sends."""
         ids_TK = self.ids(self.rank)
-        copies_N = torch.arange(ids_TK.numel())
-        return Routing(copies_N // ids_TK.shape[1], ids_TK.flatten(), routing.weights_N[: ids_TK.numel()])
+        return torch.arange(ids_TK.numel()) // ids_TK.shape[1], ids_TK.flatten()
+
+    @cached_property
+    def counts_XPL(self) -> Tensor:
+        """[etp, ep, L] copies for this rank's experts, by sender."""
+        num_local = self.num_experts // self.ctx.ep.size
+        mine = slice(self.ctx.ep.rank * num_local, (self.ctx.ep.rank + 1) * num_local)
+        counts = [
+            [torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[mine] for ids_TK in row]
+            for row in self.peers()
+        ]
+        return torch.stack([torch.stack(row) for row in counts])
 
     def peers(self) -> list[list[Tensor]]:
         """[etp][ep] choices of the ranks that share these experts."""
@@ -89,15 +107,7 @@ class PlannedAllToAll(AllToAllDispatcher):
 
     def _exchange_counts(self, counts_E: Tensor) -> Tensor:
         super()._exchange_counts(counts_E)
-        first = self.ctx.ep.rank * self.num_local
-        counts = [
-            [
-                torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[first : first + self.num_local]
-                for ids_TK in row
-            ]
-            for row in self.given.peers()
-        ]
-        return torch.stack([torch.stack(row) for row in counts])
+        return self.given.counts_XPL
 
 
 class PlannedAllGather(AllGatherDispatcher):
@@ -132,12 +142,15 @@ _PLANNED: dict[type[Any], Callable[[_Given], Dispatcher]] = {
 }
 
 
-def give_choices(layer: MoELayer, config: Config, skew: float) -> None:
-    """Replace a layer's dispatcher by its planned one."""
-    num_experts = layer.config.num_experts
-    assert num_experts is not None
-    given = _Given(given_ids(config, layer.config, layer.ctx, skew), num_experts, layer.ctx)
-    layer.dispatcher = _PLANNED[type(layer.dispatcher)](given)
+def give_choices(layers: Iterable[MoELayer], config: Config, skew: float) -> None:
+    """Replace the dispatchers of a rank's layers by planned ones; layers with equal experts have equal choices."""
+    given: dict[MoEConfig, _Given] = {}
+    for layer in layers:
+        moe, ctx = layer.config, layer.ctx
+        assert moe.num_experts is not None
+        if moe not in given:
+            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, ctx)
+        layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
 
 
 def load_problems(config: Config) -> list[str]:

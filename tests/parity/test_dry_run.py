@@ -47,7 +47,9 @@ FEATURES = {
 
 def _config(text: str, **others: object) -> tuple[Config, int]:
     values, world_size = layout(text)
-    config, _ = normalise(vary(BASE, **{"moe_router": "force_balanced", **values, **others}), world_size)
+    config, _ = normalise(
+        vary(BASE, **{"distributed_backend": "gloo", "moe_router": "force_balanced", **values, **others}), world_size
+    )
     return config, world_size
 
 
