@@ -15,8 +15,8 @@ from torch import Tensor
 def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str:
     """The implementation behind ``--moe-expert-backend auto``.
 
-    On CUDA (and without data, in a plan for it) the fused product, which needs no host copy of the counts; on CPU the loop, which was never slower there
-    for bfloat16 and float64 is not supported by the fused one at all.
+    On CUDA (and without data, in a plan for it) the fused product, which needs no host copy of the counts; on CPU the
+    loop, which was never slower there for bfloat16 and float64 is not supported by the fused one at all.
 
     Args:
         sizes: lengths of the matrices' rows; the fused product wants multiples of 16 bytes.

@@ -1,4 +1,4 @@
-"""What operations on tensors without data cost, and a memory of those met before: a layer's shapes come back in every layer.
+"""What operations on tensors without data cost, and a memory of those met before: shapes come back in every layer.
 
 operation + shapes, strides, types --not met--> run it on the meta device, note cost and what it made
                                    --met------> empty tensors like those that it made, the same cost
@@ -20,10 +20,10 @@ from megatron_moe.plan.live import LiveBytes
 WORK = ("matmul", "attention", "touched")
 
 # Bytes that an operation reads or writes, where these are not all of its arguments and results.
-_NO_BYTES = "empty new_empty empty_like empty_strided new_empty_strided _unsafe_view".split()
-_FILLS = "zeros new_zeros zeros_like ones new_ones ones_like full new_full full_like zero_ fill_ arange".split()
-_PICKS = "index_select gather embedding index".split()  # of their first argument no more than is returned
-_IN_PLACE = "add_ sub_ mul_ div_ zero_ fill_ copy_".split()  # return their first argument, whatever the others
+_NO_BYTES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"}
+_FILLS = {"zeros", "new_zeros", "zeros_like", "ones", "ones_like", "full", "new_full", "zero_", "fill_", "arange"}
+_PICKS = {"index_select", "gather", "embedding", "index"}  # of their first argument no more than is returned
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "zero_", "fill_", "copy_"}  # return their first argument
 
 
 @dataclass
@@ -69,13 +69,13 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        if func.namespace == "c10d":
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self.counted.live.send(tensor)
+        if func.is_view or func.namespace == "c10d":
             return func(*args, **kwargs)
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # in a backward pass the looks at tensors below would be seen as functions
-            if func.namespace == "c10d":
-                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # in a backward pass looks at tensors would be seen as functions
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.pipeline.actions import Action, Kind, Schedule
+from megatron_moe.plan.flops import PARTS, ForwardParts, training_flops
 from megatron_moe.plan.loads import give_choices
 from megatron_moe.plan.operations import WORK, Counted
 from megatron_moe.plan.tensors import dry_device
@@ -71,13 +72,17 @@ class ActionCost(NamedTuple):
     Attributes:
         kept: bytes alive after it over before.
         most: the same at most meanwhile.
+        buffers: what of ``most`` collectives send from or fill; what outlives the action is an activation.
         work: FLOPs and bytes by kind of operation (``operations.WORK``).
+        parts: FLOPs by part of the model (``flops.PARTS``), those of recomputations among them.
         sent: its traffic.
     """
 
     kept: int
     most: int
+    buffers: int
     work: dict[str, float]
+    parts: dict[str, float]
     sent: Traffic
 
 
@@ -118,20 +123,28 @@ class RankTrace:
         ]
 
     @cached_property
-    def peak_activations(self) -> int:
-        """The most bytes alive, over what lives from step to step, while the rank does its list."""
-        live = peak = 0
+    def peak(self) -> tuple[int, int]:
+        """The most bytes alive, over what lives from step to step, while the rank does its list; the buffers in it."""
+        live, peak, buffers = 0, 0, 0
         for _, cost in self.actions:
-            peak = max(peak, live + cost.most)
+            if live + cost.most > peak:
+                peak, buffers = live + cost.most, cost.buffers
             live += cost.kept
-        return peak
+        return peak, buffers
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """What this rank computes in the step by part of the model, and in recomputation."""
+        forward = [cost.parts for action, cost in self.actions if action.kind is Kind.F]
+        hardware = self.work["matmul"] + self.work["attention"]
+        return training_flops({part: sum(parts[part] for parts in forward) for part in PARTS}, hardware)
 
     @cached_property
     def sent_in_actions(self) -> Traffic:
         """What its actions send; the rest of the step's traffic comes before and after them."""
         total: Traffic = {}
         for _, cost in self.actions:
-            total = _added(cost.sent, total)
+            total = _added(total, cost.sent)
         return total
 
     @property
@@ -201,6 +214,7 @@ def trace_rank(config: Config, world_size: int, rank: int, skew: float = 1.0) ->
         num_parameters += sum(gate.bias_E.numel() for gate in machine.gates.values() if gate.bias_E is not None)
         schedule = built.schedule(steps_of(config, sizes), training=True)
         machine.chosen = kinds_of_microbatches(schedule, ctx.pp.rank)
+        counted.live.settle()
         sent, costs = _step(machine, counted)
     few = RankTrace(ctx.pp.rank, with_microbatches(schedule, machine.chosen), state, num_parameters, costs, sent)
     outside = _added(sent, few.sent_in_actions, -1)
@@ -220,17 +234,19 @@ def _step(machine: _Probe, counted: Counted) -> tuple[Traffic, Costs]:
     num = len(machine.chosen)
     costs: Costs = {}
     runtime, plain, stages = machine.runtime, dict(machine.runtime._do), list(machine.stages)
+    parts = ForwardParts((m for stage in machine.stages.values() for m in stage.module.modules()), counted)
 
     def measured(do: Callable[..., None]) -> Callable[..., None]:
         def run(action: Action, *others: Any) -> None:
             before, work, sent = counted.live.begin(), dict(counted.work), _sent(machine)
+            parts.begin()
             do(action, *others)
             kept, most = counted.live.now - before, counted.live.peak - before
             spent = {name: counted.work[name] - work[name] for name in WORK}
             now = _sent(machine)
             delta = {k: (now[k][0] - c, now[k][1] - b) for k in now for c, b in [sent.get(k, (0, 0))] if now[k][0] > c}
             key = (action.kind, stages.index(action.stage), phase(action.microbatch, num))
-            costs[key] = ActionCost(kept, most, spent, delta)
+            costs[key] = ActionCost(kept, most, counted.live.sent_at_peak, spent, parts.since(), delta)
 
         return run
 

@@ -3,9 +3,10 @@
     device  "meta"    activations, weights, gradients, optimizer state     shapes alone, no memory
     host    "cpu"     tokens, splits of an all-to-all, rows per expert     numbers
 
-The project's code keeps the two apart, as it must on a GPU. What runs are a GPU's operations: attention, root mean
-square norms and products of experts are one each, which keep less than a CPU's several; for gloo, a CPU's. Where it waits for the device to learn a number (a loss,
-a norm), the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows them beforehand.
+The project's code keeps the two apart, as it must on a GPU. What runs are a GPU's operations (a norm is one, which
+keeps less than a CPU's several), or a CPU's where the backend is gloo. Where the code waits for the device to learn a
+number (a loss, a norm), the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows
+them beforehand.
 """
 
 from collections.abc import Callable, Iterator
