@@ -1,6 +1,7 @@
 """Guesses of what a layout costs, cheap enough for thousands of them: one layer is traced, all else is arithmetic.
 
-    trace of 1 layer, of 2 layers, of 1 dense + 1 MoE  --differences-->  a dense layer, an MoE layer, embedding and head
+    traces of 1 layer, of 2 layers, of 1 dense + 1 MoE,   --differences-->   a dense layer, an MoE layer, embedding and
+        each with micro-batches of 1 and of 2 sequences                      head, per token; gradients, per weight
     a layout      layers of the fullest rank x (compute / (tp cp) + messages of tp, ep, etp, cp, ZeRO) x micro-batches
                   + the schedule's bubble;  memory: state + layers x micro-batches in flight x what a layer keeps
 
@@ -40,11 +41,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Measured:
-    """Pieces of a model under one way of recomputation."""
+    """Pieces of a model under one way of recomputation.
+
+    Attributes:
+        per_weight_byte: seconds of a micro-batch for each byte of weights, whatever its tokens: gradients are added up.
+    """
 
     dense: Piece
     moe: Piece
     ends: Piece
+    per_weight_byte: float
 
 
 def measure(base: Config, recomputation: Values, cluster: Cluster) -> Measured:
@@ -52,33 +58,40 @@ def measure(base: Config, recomputation: Values, cluster: Cluster) -> Measured:
     has_experts = base.moe.num_experts is not None
     dense_too = has_experts and not all(base.moe.layer_pattern(base.model.num_layers))
 
-    def piece(pattern: str) -> Piece:
+    def traced(pattern: str, sequences: int) -> tuple[Piece, int]:
+        """Totals of a micro-batch, and bytes of the weights."""
         values = {
             "num_layers": len(pattern),
             "mtp_num_layers": None,
             "expert_model_parallel_size": 2 if has_experts else 1,
-            "micro_batch_size": 1,
-            "global_batch_size": 2,
+            "micro_batch_size": sequences,
+            "global_batch_size": 2 * sequences,
             "data_parallel_sharding_strategy": "optim",
             "pipeline_model_parallel_layout": None,
         }
         if has_experts:
             values |= {"moe_layer_freq": f"[{','.join(pattern)}]", "moe_first_dense_layers": 0}
         trace = trace_rank(vary(base, **values, **recomputation), 2, 0)
-        work, tokens = trace.work, base.data.seq_length
-        peak = cluster.peak_tflops[base.training.params_dtype] * 1e12
+        work, peak = trace.work, cluster.peak_tflops[base.training.params_dtype] * 1e12
         seconds = (
             work["matmul"] / (peak * cluster.efficiency["matmul"])
             + work["attention"] / (peak * cluster.efficiency["attention"])
             + work["touched"] / (cluster.memory_gb_per_s * 1e9 * cluster.efficiency["memory"])
         )
         kept = sum(cost.kept for action, cost in trace.actions if action.kind is Kind.F)
-        return Piece(seconds / tokens, kept / tokens, (trace.peak[0] - kept) / tokens)
+        return Piece(seconds, kept, trace.peak[0] - kept), trace.state.parameters
 
-    one, two = piece("1"), piece("11")
+    def piece(pattern: str) -> tuple[Piece, float]:
+        """Per token, and seconds per byte of weights."""
+        (once, weights), (twice, _) = traced(pattern, 1), traced(pattern, 2)
+        more, tokens = twice - once, base.data.seq_length
+        per_token = Piece(more.seconds / tokens, more.kept / tokens, more.most / tokens)
+        return per_token, max(once.seconds - more.seconds, 0.0) / weights
+
+    (one, per_weight_byte), (two, _) = piece("1"), piece("11")
     layer = two - one
-    dense = piece("01") - one if dense_too else layer
-    return Measured(dense=dense, moe=layer, ends=one - layer)
+    dense = piece("01")[0] - one if dense_too else layer
+    return Measured(dense=dense, moe=layer, ends=one - layer, per_weight_byte=per_weight_byte)
 
 
 class Guesser:
@@ -115,7 +128,9 @@ class Guesser:
         moe = self._moe_share
         piece_seconds = moe * measured.moe.seconds + (1 - moe) * measured.dense.seconds
         messages = self._messages(sizes, tokens, 1.0 if recompute == "none" else 1.5)
-        per_microbatch = layers * (piece_seconds * tokens + messages)
+        width = 2 if self.base.training.params_dtype == "bfloat16" else 4
+        gradients = measured.per_weight_byte * width * sum(self._weights(sizes))
+        per_microbatch = layers * (piece_seconds * tokens + messages) + gradients
         reduced, gathered = self._sharing(sizes)
         again = per_microbatch * 2 / 3  # a backward pass hides so much
         step, each = gathered, max(0.0, reduced - again)
@@ -123,11 +138,19 @@ class Guesser:
             step, each = gathered + each, 0.0
         elif zero == "optim_grads_params":
             step, each = 0.0, each + 2 * gathered
-        in_flight, bubble = _schedule_costs(values["pipeline_schedule"], pp, chunks, num)
+        schedule = values["pipeline_schedule"]
+        bubble = _bubble(schedule, pp, chunks)
         seconds = (per_microbatch + each) * (num + bubble) + step
-        kept = (moe * measured.moe.kept + (1 - moe) * measured.dense.kept) * tokens
-        memory = self._state(sizes, zero) + layers * kept * min(in_flight, num)
-        return seconds, memory + (max(measured.ends.most, 0.0) / (1 if pp == 1 else 2) + measured.moe.most) * tokens
+        whole = self.measured["none"]
+        # A backward pass in two parts keeps what the second needs, recomputed or not.
+        kept_by = whole if "zb" in schedule or "dualpipe" in schedule else measured
+        kept = layers * (moe * kept_by.moe.kept + (1 - moe) * kept_by.dense.kept)
+        again = max(1.5 * (whole.moe.kept - measured.moe.kept), 0.3 * whole.moe.kept)  # one layer at work
+        heads = 1 + (self.base.model.mtp_num_layers or 0)
+        head = heads * (measured.ends.kept + max(measured.ends.most, 0.0))
+        first, last = (min(num, float(n)) for n in _in_flight(schedule, pp, chunks))
+        peak = tokens * max(first * kept + again, last * kept + max(again, head))
+        return seconds, self._state(sizes, zero) + peak
 
     @cached_property
     def _moe_share(self) -> float:
@@ -173,15 +196,16 @@ class Guesser:
         return reduced, gathered
 
     def _count_weights(self, sizes: MeshSizes) -> tuple[float, float]:
-        """Weights of a rank: dense ones, and experts'."""
+        """Weights of the fullest rank: dense ones with the embedding or the head, and experts'."""
         model, moe = self.base.model, self.base.moe
         matrices = (3 if model.gated else 2) * model.hidden_size * (moe.moe_ffn_hidden_size or model.dense_ffn_size)
         counts = moe.experts_per_layer(model.num_layers)
         experts = sum(count * matrices for count in counts)
         active = sum(moe.moe_router_topk * matrices for count in counts if count)
         core = self.base.data.seq_length * model.num_attention_heads * model.head_channels * model.num_layers
-        dense = max(sum(self.flops.layers) / 2 - core - active, 0.0) + 2 * model.hidden_size * (model.vocab_size or 0)
-        return dense / (sizes.tp * sizes.pp), experts / (sizes.ep * sizes.etp * sizes.pp)
+        dense = max(sum(self.flops.layers) / 2 - core - active, 0.0) / sizes.pp
+        ends = model.hidden_size * (model.vocab_size or 0) * (2 if sizes.pp == 1 else 1)
+        return (dense + ends) / sizes.tp, experts / (sizes.ep * sizes.etp * sizes.pp)
 
     def _count_state(self, sizes: MeshSizes, zero: str) -> float:
         """Bytes of weights, float32 gradients, and masters with two moments."""
@@ -194,10 +218,14 @@ class Guesser:
         return total
 
 
-def _schedule_costs(name: str, pp: int, chunks: int, num: int) -> tuple[float, float]:
-    """Micro-batches in flight on the fullest rank, and the bubble in micro-batches (formulas 6)."""
-    if pp == 1:
-        return 1.0, 0.0
-    if name == "interleaved-1f1b":
-        return pp * (1 + (pp - 1) / (pp * chunks)), (pp - 1) / chunks
-    return min(float(pp), num), (pp - 1) * {"1f1b": 1.0, "zb-h1": 0.4, "zb-v": 0.2, "dualpipe-v": 0.4}[name]
+def _bubble(schedule: str, pp: int, chunks: int) -> float:
+    """In micro-batches (formulas 6); somewhat more than the closed forms where these assume equal parts."""
+    parts = {"1f1b": 1.0, "interleaved-1f1b": 1 / chunks, "zb-h1": 0.4, "zb-v": 0.2, "dualpipe-v": 0.4}
+    return (pp - 1) * parts[schedule]
+
+
+def _in_flight(schedule: str, pp: int, chunks: int) -> tuple[float, float]:
+    """Micro-batches in flight on the fullest rank, and on the one with the head (formulas 6)."""
+    if schedule == "interleaved-1f1b":
+        return pp * (1 + (pp - 1) / (pp * chunks)), ((chunks - 1) * pp + 1) / chunks
+    return pp, pp if schedule in ("zb-v", "dualpipe-v") else 1
