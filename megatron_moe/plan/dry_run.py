@@ -106,7 +106,7 @@ def dry_run(
     Raises:
         ValueError: what a dry run cannot honour, in full sentences.
     """
-    problems = load_problems(config)
+    problems = load_problems(config, skew)
     if problems:
         raise ValueError("\n".join(problems))
     sizes = MeshSizes.of(config.parallel, world_size)

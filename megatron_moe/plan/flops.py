@@ -38,7 +38,8 @@ class ForwardParts:
 
     def begin(self) -> None:
         """Start at zero."""
-        self._flops, self._start = dict.fromkeys(PARTS, 0.0), self._now()
+        self._flops: dict[str, float] = {part: 0.0 for part in PARTS}
+        self._start = self._now()
 
     def since(self) -> dict[str, float]:
         """FLOPs by part; what no watched module computed is the head's."""

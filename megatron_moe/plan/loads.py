@@ -2,9 +2,10 @@
 
     skew 1    copies are dealt to experts in turn                    skew s    expert 0 gets s times the mean
     (--moe-router force_balanced and force_skewed choose the same: a real run with them sends the same bytes)
+    a capacity drops what exceeds it, the later tokens of a group first
+    expert_choice    every expert takes its slots of the group's tokens in turn: nothing can be skewed
 
-The router runs too, for its operations and collectives; its decision is on the device, where no numbers are. A capacity
-drops nothing here: the plan is that of a run in which no copy is lost.
+The router runs too, for its operations and collectives; its decision is on the device, where no numbers are.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import Config, MoEConfig
+from megatron_moe.moe.capacity import capacity_slots, group_slots
 from megatron_moe.moe.dispatchers import Dispatched, Dispatcher, LocalDispatcher
 from megatron_moe.moe.dispatchers.allgather import AllGatherDispatcher, _Counts
 from megatron_moe.moe.dispatchers.alltoall import AllToAllDispatcher
@@ -27,7 +29,7 @@ from megatron_moe.parallel.layout import coordinates
 from megatron_moe.parallel.tokens import context_positions
 
 IdsOfRank = Callable[[int], Tensor]
-"""Rank of the world -> [T, K] int64, the experts of its tokens."""
+"""Rank of the world -> [T, K] int64, the experts of its tokens; -1 where there is none."""
 
 
 def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float) -> IdsOfRank:
@@ -35,7 +37,14 @@ def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float)
     seq_length, batch = config.data.seq_length, config.training.micro_batch_size
     group = group_tokens(moe.moe_group_size, seq_length, batch)
     assert moe.num_experts is not None
-    ids_TK = dealt_ids(group, moe.num_experts, moe.moe_router_topk, skew)
+    slots = group_slots(group, moe, training=True)
+    if moe.moe_router == "expert_choice":
+        ids_TK = _taken_ids(
+            group, moe.num_experts, slots or capacity_slots(group, moe.num_experts, moe.moe_router_topk, 1.0)
+        )
+    else:
+        ids_TK = dealt_ids(group, moe.num_experts, moe.moe_router_topk, skew)
+        ids_TK = ids_TK if slots is None else _without_excess(ids_TK, moe.num_experts, slots)
     first_B = torch.arange(batch) * seq_length
 
     @cache
@@ -47,6 +56,28 @@ def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float)
         return ids_TK[(positions_S.unsqueeze(1) + first_B).flatten() % group]
 
     return of_rank
+
+
+def _taken_ids(num_tokens: int, num_experts: int, slots: int) -> Tensor:
+    """[T, K] where each expert takes the next ``slots`` tokens, round the group; K as many as a token may get."""
+    slots = min(slots, num_tokens)
+    taken_N = torch.arange(num_experts * slots)
+    ids_TK = torch.full((num_tokens, -(-len(taken_N) // num_tokens)), -1)
+    ids_TK[taken_N % num_tokens, taken_N // num_tokens] = taken_N // slots
+    return ids_TK
+
+
+def _without_excess(ids_TK: Tensor, num_experts: int, slots: int) -> Tensor:
+    """-1 for all but the first ``slots`` copies of each expert."""
+    wanted_NE = torch.nn.functional.one_hot(ids_TK.flatten(), num_experts)
+    place_N = (wanted_NE.cumsum(0) * wanted_NE).sum(1)
+    return ids_TK.masked_fill(place_N.view_as(ids_TK) > slots, -1)
+
+
+def _copies(ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] token and expert of each copy."""
+    kept_N = (ids_TK >= 0).flatten().nonzero().squeeze(1)
+    return kept_N // ids_TK.shape[1], ids_TK.flatten()[kept_N]
 
 
 class _Given:
@@ -63,8 +94,7 @@ class _Given:
     @cached_property
     def copies(self) -> tuple[Tensor, Tensor]:
         """[N] token and expert of each copy that this rank sends."""
-        ids_TK = self.ids(self.rank)
-        return torch.arange(ids_TK.numel()) // ids_TK.shape[1], ids_TK.flatten()
+        return _copies(self.ids(self.rank))
 
     @cached_property
     def counts_XPL(self) -> Tensor:
@@ -72,7 +102,7 @@ class _Given:
         num_local = self.num_experts // self.ctx.ep.size
         mine = slice(self.ctx.ep.rank * num_local, (self.ctx.ep.rank + 1) * num_local)
         counts = [
-            [torch.bincount(ids_TK.flatten(), minlength=self.num_experts)[mine] for ids_TK in row]
+            [torch.bincount(_copies(ids_TK)[1], minlength=self.num_experts)[mine] for ids_TK in row]
             for row in self.peers()
         ]
         return torch.stack([torch.stack(row) for row in counts])
@@ -124,14 +154,14 @@ class PlannedAllGather(AllGatherDispatcher):
         super()._exchange_counts(x_TD, routing)
         peers = self.given.peers()
         tokens = [[ids_TK.shape[0] for ids_TK in row] for row in peers]
-        return _Counts(tokens), _Counts([[ids_TK.numel() for ids_TK in row] for row in peers])
+        return _Counts(tokens), _Counts([[len(_copies(ids_TK)[0]) for ids_TK in row] for row in peers])
 
     def _gather(self, rows: Tensor, counts: _Counts) -> Tensor:
         gathered = super()._gather(rows, counts)
         if rows.is_meta:
             return gathered
         flat = [ids_TK for row in self.given.peers() for ids_TK in row]
-        pairs = [torch.stack([torch.arange(ids.numel()) // ids.shape[1], ids.flatten()], 1) for ids in flat]
+        pairs = [torch.stack(_copies(ids_TK), 1) for ids_TK in flat]
         return torch.cat(pairs).to(rows.dtype)
 
 
@@ -153,12 +183,14 @@ def give_choices(layers: Iterable[MoELayer], config: Config, skew: float) -> Non
         layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
 
 
-def load_problems(config: Config) -> list[str]:
-    """What a dry run cannot know about a configuration's routing, in full sentences."""
-    problems = []
-    if config.moe.num_experts is not None and config.moe.moe_router == "expert_choice":
-        problems.append(
-            "--dry-run cannot plan --moe-router expert_choice, whose tokens have no fixed number of experts; "
-            "plan with --moe-router force_balanced."
-        )
+def load_problems(config: Config, skew: float) -> list[str]:
+    """What cannot be a load of a configuration, in full sentences."""
+    moe, problems = config.moe, []
+    if moe.num_experts is None:
+        return problems if skew == 1.0 else ["A skewed load needs experts: the model has none (--num-experts)."]
+    most = moe.num_experts / moe.moe_router_topk
+    if not 1.0 <= skew <= most:
+        problems.append(f"A skew of {skew:g} cannot be: expert 0 gets from 1 to E/K = {most:g} times the mean load.")
+    if skew != 1.0 and moe.moe_router == "expert_choice":
+        problems.append("A skew cannot be planned with --moe-router expert_choice: its experts have equal loads.")
     return problems
