@@ -1,7 +1,7 @@
 """Guesses of what a layout costs, cheap enough for thousands of them: one layer is traced, all else is arithmetic.
 
-    traces of 1 layer, of 2 layers, of 1 dense + 1 MoE,   --differences-->   a dense layer, an MoE layer, embedding and
-        each with micro-batches of 1 and of 2 sequences                      head, per token; gradients, per weight
+    traces of 1 layer, of 2 layers, of 1 dense + 1 MoE,   --differences-->   a dense and an MoE layer, per token;
+        each with micro-batches of 1 and of 2 sequences                      gradients, per weight
     a layout      layers of the fullest rank x (compute / (tp cp) + messages of tp, ep, etp, cp, ZeRO) x micro-batches
                   + the schedule's bubble;  memory: state + layers x micro-batches in flight x what a layer keeps
 
@@ -33,10 +33,9 @@ class Piece:
 
     seconds: float
     kept: float
-    most: float
 
     def __sub__(self, other: "Piece") -> "Piece":
-        return Piece(self.seconds - other.seconds, self.kept - other.kept, self.most - other.most)
+        return Piece(self.seconds - other.seconds, self.kept - other.kept)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Measured:
 
     dense: Piece
     moe: Piece
-    ends: Piece
     per_weight_byte: float
 
 
@@ -79,19 +77,18 @@ def measure(base: Config, recomputation: Values, cluster: Cluster) -> Measured:
             + work["touched"] / (cluster.memory_gb_per_s * 1e9 * cluster.efficiency["memory"])
         )
         kept = sum(cost.kept for action, cost in trace.actions if action.kind is Kind.F)
-        return Piece(seconds, kept, trace.peak[0] - kept), trace.state.parameters
+        return Piece(seconds, kept), trace.state.parameters
 
     def piece(pattern: str) -> tuple[Piece, float]:
         """Per token, and seconds per byte of weights."""
         (once, weights), (twice, _) = traced(pattern, 1), traced(pattern, 2)
         more, tokens = twice - once, base.data.seq_length
-        per_token = Piece(more.seconds / tokens, more.kept / tokens, more.most / tokens)
-        return per_token, max(once.seconds - more.seconds, 0.0) / weights
+        return Piece(more.seconds / tokens, more.kept / tokens), max(once.seconds - more.seconds, 0.0) / weights
 
     (one, per_weight_byte), (two, _) = piece("1"), piece("11")
     layer = two - one
     dense = piece("01")[0] - one if dense_too else layer
-    return Measured(dense=dense, moe=layer, ends=one - layer, per_weight_byte=per_weight_byte)
+    return Measured(dense, layer, per_weight_byte)
 
 
 class Guesser:
@@ -147,7 +144,8 @@ class Guesser:
         kept = layers * (moe * kept_by.moe.kept + (1 - moe) * kept_by.dense.kept)
         again = max(1.5 * (whole.moe.kept - measured.moe.kept), 0.3 * whole.moe.kept)  # one layer at work
         heads = 1 + (self.base.model.mtp_num_layers or 0)
-        head = heads * (measured.ends.kept + max(measured.ends.most, 0.0))
+        # Float32 probabilities stay until the backward pass, which adds two gradients.
+        head = (4.0 * heads + 4 + width) * (self.base.model.vocab_size or 0)
         first, last = (min(num, float(n)) for n in _in_flight(schedule, pp, chunks))
         peak = tokens * max(first * kept + again, last * kept + max(again, head))
         return seconds, self._state(sizes, zero) + peak
