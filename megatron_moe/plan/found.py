@@ -42,6 +42,8 @@ def table(result: Search) -> str:
 
 def difference(best: Found, given: Found) -> str:
     """Why one step is shorter than another: what of its time differs, the largest first."""
+    if best.plan.config == given.plan.config:
+        return "The best is the given layout."
     parts = {
         name: best.time.parts.get(name, 0.0) - given.time.parts.get(name, 0.0)
         for name in best.time.parts | given.time.parts
