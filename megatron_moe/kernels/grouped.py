@@ -15,8 +15,8 @@ from torch import Tensor
 def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str:
     """The implementation behind ``--moe-expert-backend auto``.
 
-    On CUDA the fused product, which needs no host copy of the counts; on CPU the loop, which was never slower there
-    for bfloat16 and float64 is not supported by the fused one at all.
+    On CUDA (and without data, in a plan for it) the fused product, which needs no host copy of the counts; on CPU the
+    loop, which was never slower there for bfloat16 and float64 is not supported by the fused one at all.
 
     Args:
         sizes: lengths of the matrices' rows; the fused product wants multiples of 16 bytes.
@@ -26,7 +26,7 @@ def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, siz
     """
     aligned = all(size * dtype.itemsize % 16 == 0 for size in sizes)
     if requested == "auto":
-        return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 and aligned else "loop"
+        return "grouped_mm" if device.type in ("cuda", "meta") and dtype == torch.bfloat16 and aligned else "loop"
     if requested == "grouped_mm" and (dtype == torch.float64 or not aligned):
         raise ValueError(
             f"--moe-expert-backend grouped_mm supports float32 and bfloat16, and rows of multiples of 16 bytes; here "

@@ -38,6 +38,7 @@ class WeightGradientQueue:
         finally:
             self.deferring = False
             self._waiting.append(self._current)
+            self._current = []  # what has been drained must not be kept until the next backward pass
 
     def push(self, compute: Callable[[], None]) -> None:
         """Leave one weight gradient for later."""

@@ -58,15 +58,22 @@ class Plan:
         per_stage = self.sizes.world // self.sizes.pp
         return per_stage * sum(rank.work["matmul"] + rank.work["attention"] for rank in self.ranks)
 
+    @property
+    def flops(self) -> dict[str, float]:
+        """Of a step over all ranks, by part of the model, with what is computed again."""
+        per_stage, ranks = self.sizes.world // self.sizes.pp, [rank.flops for rank in self.ranks]
+        return {part: per_stage * sum(flops[part] for flops in ranks) for part in ranks[0]}
+
     def memory(self, pp_rank: int) -> dict[str, int]:
         """Bytes of a rank by what they are for, at its peak."""
         rank = self.ranks[pp_rank]
-        state = rank.state
+        state, (peak, buffers) = rank.state, rank.peak
         return {
             "parameters": state.parameters,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
-            "activations": rank.peak_activations,
+            "activations": peak - buffers,
+            "communication": buffers,
         }
 
     @property
@@ -99,7 +106,7 @@ def dry_run(
     Raises:
         ValueError: what a dry run cannot honour, in full sentences.
     """
-    problems = load_problems(config)
+    problems = load_problems(config, skew)
     if problems:
         raise ValueError("\n".join(problems))
     sizes = MeshSizes.of(config.parallel, world_size)

@@ -12,6 +12,7 @@ has the network shares of all its members in a node; the rows that an all-to-all
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb
 
 from megatron_moe.pipeline.actions import COMPUTE, Kind
 from megatron_moe.pipeline.simulate import Durations, simulate
@@ -41,10 +42,21 @@ class Estimate:
     tflops_per_gpu: float
     utilization: float
 
+    def largest(self, num: int) -> str:
+        """The largest parts in words, with their share of the step."""
+        parts = sorted(self.parts.items(), key=lambda item: -item[1])[:num]
+        return ", ".join(f"{name} {seconds / self.step:.0%}" for name, seconds in parts)
 
-def estimate(plan: Plan, cluster: Cluster) -> Estimate:
-    """Time a plan on a cluster."""
-    seconds = [_PipelineRank(plan, cluster, pp_rank) for pp_rank in range(plan.sizes.pp)]
+
+def estimate(plan: Plan, cluster: Cluster, per_node: bool = False) -> Estimate:
+    """Time a plan on a cluster.
+
+    Args:
+        per_node: count the network's share of dispatch and combine as if a token went once to each node with experts
+            of it (DeepSeek-V3's dispatch, DeepEP), not once for each expert as this code sends it.
+    """
+    share = _share_of_copies(plan, cluster) if per_node else 1.0
+    seconds = [_PipelineRank(plan, cluster, pp_rank, share) for pp_rank in range(plan.sizes.pp)]
     timeline = simulate(plan.ranks[0].schedule, _durations(plan, seconds))
     tails = [rank.afterwards() for rank in seconds]
     step = timeline.length + max(sum(tail.values()) for tail in tails)
@@ -58,15 +70,36 @@ def estimate(plan: Plan, cluster: Cluster) -> Estimate:
     return Estimate(cluster, step, parts, hidden, plan.tokens / step / plan.sizes.world, tflops, tflops / peak)
 
 
+def _share_of_copies(plan: Plan, cluster: Cluster) -> float:
+    """Nodes that a token goes to, over its copies: by uniform choice of experts, limited by groups."""
+    moe, nodes = plan.config.moe, nodes_of(plan.members(0, "ep"), cluster)
+    if nodes == 1 or moe.num_experts is None:
+        return 1.0
+    experts, topk = moe.num_experts, moe.moe_router_topk
+    reached = nodes * (1 - comb(experts - experts // nodes, topk) / comb(experts, topk))
+    if moe.moe_router_num_groups == nodes:
+        reached = min(reached, moe.moe_router_group_topk or nodes)
+    return reached / topk
+
+
 def nodes_of(ranks: tuple[int, ...], cluster: Cluster) -> int:
     """How many nodes a group spans."""
     return len({rank // cluster.gpus_per_node for rank in ranks})
 
 
 def collective_seconds(
-    ranks: tuple[int, ...], collective: str, calls: int, num_bytes: float, cluster: Cluster
+    ranks: tuple[int, ...],
+    collective: str,
+    calls: int,
+    num_bytes: float,
+    cluster: Cluster,
+    share: float = 1.0,
 ) -> float:
-    """Seconds of calls of a collective over a group that send so many bytes from each rank in all."""
+    """Seconds of calls of a collective over a group that send so many bytes from each rank in all.
+
+    Args:
+        share: of what an all-to-all sends to other nodes, so much passes the network; the rest is copied there.
+    """
     node = cluster.node_gb_per_s * 1e9 * cluster.efficiency["node"]
     network = cluster.network_gb_per_s * 1e9 * cluster.efficiency["network"]
     nodes = nodes_of(ranks, cluster)
@@ -76,15 +109,20 @@ def collective_seconds(
     in_node = len(ranks) / nodes
     if collective == "all_to_all":
         outside = (len(ranks) - in_node) / (len(ranks) - 1)
-        return latency + max(num_bytes * outside / network, num_bytes * (1 - outside) / node)
+        inside = 1 - outside * share
+        return latency + max(num_bytes * outside * share / network, num_bytes * inside / node)
     return latency + num_bytes / min(node, network * in_node)
 
 
 class _PipelineRank:
     """Seconds of the actions of one pipeline rank."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, pp_rank: int) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, pp_rank: int, share: float) -> None:
         self.plan, self.cluster, self.pp_rank, self.rank = plan, cluster, pp_rank, plan.ranks[pp_rank]
+        self.share = share  # of the rows for other nodes, what passes the network
+        # Many actions share a cost, and many collectives a group.
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._split: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
 
     def compute(self, work: Mapping[str, float]) -> dict[str, float]:
         peak = self.cluster.peak_tflops[self.plan.config.training.params_dtype] * 1e12
@@ -100,15 +138,22 @@ class _PipelineRank:
         waited: dict[str, float] = {}
         begun: dict[str, float] = {}
         for (axis, collective), (calls, num_bytes) in sent.items():
-            members = self.plan.members(self.pp_rank, axis)
+            members = self._members.get(axis) or self.plan.members(self.pp_rank, axis)
+            self._members[axis] = members
             later = (axis, collective) in _REDUCTIONS or (axis, collective) == _MESSAGES
             into = begun if later else waited
-            spent = collective_seconds(members, collective, calls, num_bytes, self.cluster)
+            share = self.share if axis == "ep" else 1.0
+            spent = collective_seconds(members, collective, calls, num_bytes, self.cluster, share)
             into[axis] = into.get(axis, 0.0) + spent
         return waited, begun
 
     def split(self, cost: ActionCost) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of an action by part, and what of its communication is hidden, by axis."""
+        if id(cost) not in self._split:
+            self._split[id(cost)] = self._split_of(cost)
+        return self._split[id(cost)]
+
+    def _split_of(self, cost: ActionCost) -> tuple[dict[str, float], dict[str, float]]:
         parts = self.compute(cost.work)
         busy = sum(parts.values())
         waited, begun = self.communication(cost.sent)
@@ -143,11 +188,7 @@ class _PipelineRank:
 
     def afterwards(self) -> dict[str, float]:
         """Seconds after the last action: what is sent there, and the optimizer's reading and writing."""
-        inside: dict[tuple[str, str], tuple[int, int]] = {}
-        for _, cost in self.rank.actions:
-            for key, (calls, num) in cost.sent.items():
-                before = inside.get(key, (0, 0))
-                inside[key] = (before[0] + calls, before[1] + num)
+        inside = self.rank.sent_in_actions
         rest = {
             k: (c - inside.get(k, (0, 0))[0], b - inside.get(k, (0, 0))[1]) for k, (c, b) in self.rank.traffic.items()
         }

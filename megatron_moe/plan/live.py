@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,23 +27,40 @@ class LiveBytes:
     Attributes:
         now: bytes alive.
         peak: the most that was alive since :meth:`begin`.
+        sent_at_peak: what of the peak collectives had been given since :meth:`begin`, to send or to fill.
     """
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = self.sent_at_peak = 0
+        self._sent: set[int] = set()
+        self._settled: set[int] = set()
         self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
 
     def begin(self) -> int:
         """Forget the peak; returns the bytes alive."""
-        self.peak = self.now
+        self.peak, self.sent_at_peak = self.now, 0
+        self._sent.clear()
         return self.now
+
+    def settle(self) -> None:
+        """What is alive now is no buffer of a collective, whatever one does with it."""
+        self._settled = set(self._sizes)
+
+    def send(self, tensor: Tensor) -> None:
+        """A collective was given the tensor."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._sizes and key not in self._settled:
+            self._sent.add(key)
+            if self.now == self.peak:
+                self._note_peak()
 
     def note(self, tensor: Tensor) -> None:
         """A tensor was made, or seen again."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            weakref.finalize(storage, self._set, key, None).atexit = False
+            self._references[key] = weakref.ref(storage, partial(self._gone, key))
             self._set(key, storage.nbytes())
 
     @contextmanager
@@ -59,8 +77,19 @@ class LiveBytes:
         with replaced(torch.UntypedStorage, "resize_", watched):
             yield
 
+    def _gone(self, key: int, reference: Any) -> None:
+        del self._references[key]
+        self._set(key, None)
+
     def _set(self, key: int, size: int | None) -> None:
         self.now += (size or 0) - self._sizes.pop(key, 0)
         if size is not None:
             self._sizes[key] = size
-        self.peak = max(self.peak, self.now)
+        else:
+            self._sent.discard(key)
+        if self.now > self.peak:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak = self.now
+        self.sent_at_peak = sum(self._sizes[key] for key in self._sent)

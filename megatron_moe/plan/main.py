@@ -53,6 +53,7 @@ def memory_problem(plan: Plan, cluster: Cluster) -> str | None:
         "optimizer": "--data-parallel-sharding-strategy optim",
         "activations": "--recompute-granularity full, a smaller --micro-batch-size, or more "
         "--context-parallel-size or --tensor-model-parallel-size",
+        "communication": "a smaller --micro-batch-size, or more --context-parallel-size",
     }[largest]
     return (
         f"pipeline rank {worst} needs {total:.1f} GB of the {cluster.memory_gb:g} GB of {cluster.name}; most are "

@@ -1,11 +1,11 @@
 """One rank of a layout, dry: its real machine on a device without data, its real step over a few micro-batches.
 
-    build_machine --> train_step of one micro-batch   --> traffic T1
-                      train_step of n micro-batches   --> traffic Tn    a step of m sends T1 + (m - 1)(Tn - T1)/(n - 1)
-                          each action: bytes it keeps, bytes it needs meanwhile, FLOPs
-                      the rank's list of all m micro-batches, replayed over these --> peak of the step
+    build_machine --> train_step of a few micro-batches: the first, the last, one of each kind between
+                          each action: bytes it keeps, bytes it needs meanwhile, FLOPs, what it sends
+                      the rank's list of all micro-batches, replayed over these --> peak, FLOPs and traffic of the step
 
-A micro-batch costs what every other of its kind does, but for the last, which may begin the reduction of gradients.
+A micro-batch costs what every other of its kind does, but for the first, which may find buffers empty, and the last,
+which may begin the reduction of gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,10 @@ from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.pipeline.actions import Action, Kind, Schedule
+from megatron_moe.plan.flops import PARTS, ForwardParts, training_flops
 from megatron_moe.plan.loads import give_choices
-from megatron_moe.plan.tensors import WORK, Counted, dry_device
+from megatron_moe.plan.operations import WORK, Counted
+from megatron_moe.plan.tensors import dry_device
 from megatron_moe.training.build import Machine, build_machine
 from megatron_moe.training.step import train_step
 
@@ -70,13 +72,17 @@ class ActionCost(NamedTuple):
     Attributes:
         kept: bytes alive after it over before.
         most: the same at most meanwhile.
-        work: FLOPs and bytes by kind of operation (``tensors.WORK``).
+        buffers: what of ``most`` collectives send from or fill; what outlives the action is an activation.
+        work: FLOPs and bytes by kind of operation (``operations.WORK``).
+        parts: FLOPs by part of the model (``flops.PARTS``), those of recomputations among them.
         sent: its traffic.
     """
 
     kept: int
     most: int
+    buffers: int
     work: dict[str, float]
+    parts: dict[str, float]
     sent: Traffic
 
 
@@ -96,7 +102,6 @@ class RankTrace:
         pp_rank: its place in the pipeline.
         schedule: of the whole step, with all its micro-batches.
         num_parameters: logical elements of this pipeline rank's stages over all its ranks, selection biases too.
-        kept: bytes alive between two steps besides the state: statistics, buffers that a step leaves.
         costs: by kind, number of the stage among those of the rank, and phase (:func:`phase`).
         traffic: calls and bytes of the whole step.
     """
@@ -105,7 +110,6 @@ class RankTrace:
     schedule: Schedule
     state: StateBytes
     num_parameters: int
-    kept: int
     costs: Costs
     traffic: Traffic
 
@@ -119,13 +123,29 @@ class RankTrace:
         ]
 
     @cached_property
-    def peak_activations(self) -> int:
-        """The most bytes alive, over what lives from step to step, while the rank does its list."""
-        live = peak = self.kept
+    def peak(self) -> tuple[int, int]:
+        """The most bytes alive, over what lives from step to step, while the rank does its list; the buffers in it."""
+        live, peak, buffers = 0, 0, 0
         for _, cost in self.actions:
-            peak = max(peak, live + cost.most)
+            if live + cost.most > peak:
+                peak, buffers = live + cost.most, cost.buffers
             live += cost.kept
-        return peak
+        return peak, buffers
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """What this rank computes in the step by part of the model, and in recomputation."""
+        forward = [cost.parts for action, cost in self.actions if action.kind is Kind.F]
+        hardware = self.work["matmul"] + self.work["attention"]
+        return training_flops({part: sum(parts[part] for parts in forward) for part in PARTS}, hardware)
+
+    @cached_property
+    def sent_in_actions(self) -> Traffic:
+        """What its actions send; the rest of the step's traffic comes before and after them."""
+        total: Traffic = {}
+        for _, cost in self.actions:
+            total = _added(total, cost.sent)
+        return total
 
     @property
     def work(self) -> dict[str, float]:
@@ -181,37 +201,32 @@ def trace_rank(config: Config, world_size: int, rank: int, skew: float = 1.0) ->
         skew: load of expert 0 over the mean.
     """
     sizes = MeshSizes.of(config.parallel, world_size)
-    with _fake_world(world_size, rank), dry_device() as counted:
+    gpu = config.parallel.distributed_backend != "gloo"
+    with _fake_world(world_size, rank), dry_device(gpu) as counted:
         ctx = ParallelContext.create(sizes, rank=rank, device="meta")
         built = build_machine(config, ctx)
         machine = _Probe(**vars(built))
         machine.optimizer.step = lambda learning_rate: None  # in place and without communication: nothing to count
-        for stage in machine.stages.values():
-            for module in stage.module.modules():
-                if isinstance(module, MoELayer):
-                    give_choices(module, config, skew)
-        state, begin = state_bytes(machine), counted.live.now
+        modules = (module for stage in machine.stages.values() for module in stage.module.modules())
+        give_choices((module for module in modules if isinstance(module, MoELayer)), config, skew)
+        state = state_bytes(machine)
         num_parameters = sum(prod(parameter.spec.shape) for parameter in machine.parameters.values())
         num_parameters += sum(gate.bias_E.numel() for gate in machine.gates.values() if gate.bias_E is not None)
         schedule = built.schedule(steps_of(config, sizes), training=True)
-        machine.chosen = (schedule.num_microbatches - 1,)
-        once, costs = _step(machine, counted)
-        several, kept = once, counted.live.now - begin
         machine.chosen = kinds_of_microbatches(schedule, ctx.pp.rank)
-        if len(machine.chosen) > 1:
-            several, costs = _step(machine, counted)
-    traffic = _extrapolated(once, several, len(machine.chosen), schedule.num_microbatches)
-    return RankTrace(ctx.pp.rank, schedule, state, num_parameters, kept, costs, traffic)
+        counted.live.settle()
+        sent, costs = _step(machine, counted)
+    few = RankTrace(ctx.pp.rank, with_microbatches(schedule, machine.chosen), state, num_parameters, costs, sent)
+    outside = _added(sent, few.sent_in_actions, -1)
+    trace = replace(few, schedule=schedule)
+    return replace(trace, traffic=_added(outside, trace.sent_in_actions))
 
 
-def _extrapolated(once: Traffic, several: Traffic, num: int, wanted: int) -> Traffic:
-    """Traffic of so many micro-batches from that of one and of several: each adds the same."""
-    found: Traffic = {}
-    for key in once | several:
-        one, more = once.get(key, (0, 0)), several.get(key, (0, 0))
-        calls, sent = (a + (wanted - 1) * (b - a) // max(num - 1, 1) for a, b in zip(one, more, strict=True))
-        found[key] = (calls, sent)
-    return found
+def _added(first: Traffic, second: Traffic, sign: int = 1) -> Traffic:
+    sums = {
+        k: (c + sign * second.get(k, (0, 0))[0], b + sign * second.get(k, (0, 0))[1]) for k, (c, b) in first.items()
+    }
+    return {key: value for key, value in (second | sums).items() if value[0]}
 
 
 def _step(machine: _Probe, counted: Counted) -> tuple[Traffic, Costs]:
@@ -219,17 +234,19 @@ def _step(machine: _Probe, counted: Counted) -> tuple[Traffic, Costs]:
     num = len(machine.chosen)
     costs: Costs = {}
     runtime, plain, stages = machine.runtime, dict(machine.runtime._do), list(machine.stages)
+    parts = ForwardParts((m for stage in machine.stages.values() for m in stage.module.modules()), counted)
 
     def measured(do: Callable[..., None]) -> Callable[..., None]:
         def run(action: Action, *others: Any) -> None:
             before, work, sent = counted.live.begin(), dict(counted.work), _sent(machine)
+            parts.begin()
             do(action, *others)
             kept, most = counted.live.now - before, counted.live.peak - before
             spent = {name: counted.work[name] - work[name] for name in WORK}
             now = _sent(machine)
             delta = {k: (now[k][0] - c, now[k][1] - b) for k in now for c, b in [sent.get(k, (0, 0))] if now[k][0] > c}
             key = (action.kind, stages.index(action.stage), phase(action.microbatch, num))
-            costs[key] = ActionCost(kept, most, spent, delta)
+            costs[key] = ActionCost(kept, most, counted.live.sent_at_peak, spent, parts.since(), delta)
 
         return run
 

@@ -20,6 +20,7 @@ def as_json(plan: Plan, cluster: Cluster | None, time: Estimate | None) -> dict[
             "pipeline_rank": pp_rank,
             "memory_bytes": plan.memory(pp_rank),
             "work": rank.work,
+            "flops": rank.flops,
             "collectives": [
                 {
                     "axis": axis,
@@ -41,6 +42,7 @@ def as_json(plan: Plan, cluster: Cluster | None, time: Estimate | None) -> dict[
         "model_flops_per_token": training_flops_per_token(plan.config),
         "model_flops": plan.model_flops,
         "hardware_flops": plan.hardware_flops,
+        "flops": plan.flops,
         "load_skew": plan.skew,
         "ranks": ranks,
     }
@@ -73,6 +75,9 @@ def as_text(plan: Plan, cluster: Cluster | None, time: Estimate | None) -> str:
         f"{plan.hardware_flops / plan.model_flops:.3f} times that computed",
         highlight=False,
     )
+    flops = plan.flops
+    shares = ", ".join(f"{name} {value / sum(flops.values()):.1%}" for name, value in flops.items() if value)
+    console.print(f"computed: {shares}", highlight=False)
     console.print(_memory_table(plan, cluster))
     console.print(_traffic_table(plan, cluster))
     if time is not None:
@@ -84,7 +89,7 @@ def _memory_table(plan: Plan, cluster: Cluster | None) -> Any:
     from rich.table import Table
 
     title = "Memory of a rank in GB at its peak" + (f" (device: {cluster.memory_gb:g})" if cluster else "")
-    table = Table("stage", "rank", "parameters", "gradients", "optimizer", "activations", "total", title=title)
+    table = Table("stage", "rank", *plan.memory(0), "total", title=title)
     for pp_rank in range(plan.sizes.pp):
         memory = plan.memory(pp_rank)
         total = sum(memory.values()) / GB

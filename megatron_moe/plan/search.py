@@ -1,49 +1,56 @@
-"""Search for the best layout: all legal ones are guessed at, the promising ones dry-run and ranked by estimated time.
+"""Search for the best layout: all are guessed at, the promising ones checked, dry-run and ranked by estimated time.
 
-    sizes x schedules x micro-batches x recomputation --checks--> legal --fits, least guessed time--> dry-run --> best
+    sizes x schedules x micro-batches x recomputation x ZeRO --fits, least guessed time--> legal --> dry-run --> best
 
-The guess knows FLOPs, the bubble and the two largest kinds of messages; it only decides what is worth a dry run.
 What is shown and compared comes from dry runs alone.
 """
 
-import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import yaml
-
-from megatron_moe.config import check, normalise
+from megatron_moe.config import check, normalise, resolve
 from megatron_moe.config.schema import Config
-from megatron_moe.model.flops import ForwardFlops
-from megatron_moe.parallel.layout import MeshSizes, peers
-from megatron_moe.pipeline.schedules import chunks_per_rank
 from megatron_moe.plan.cluster import Cluster
 from megatron_moe.plan.configure import configured
 from megatron_moe.plan.dry_run import Plan, dry_run
-from megatron_moe.plan.estimate import Estimate, collective_seconds, estimate
+from megatron_moe.plan.estimate import Estimate, estimate
+from megatron_moe.plan.guess import Guesser, measure
 from megatron_moe.plan.main import memory_problem
-from megatron_moe.plan.rank import steps_of
 from megatron_moe.training import registries
 from megatron_moe.training.shrink import vary
 
-DRY_RUNS = 12  # how many layouts are worth one
-_SCHEDULES = (("1f1b", None), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4), ("zb-h1", None))
-_RECOMPUTATION = (
-    {"recompute_granularity": None},
-    {"recompute_granularity": "selective", "recompute_modules": ("moe", "norm")},
-    {"recompute_granularity": "full"},
+DRY_RUNS = 14  # at most, however few fit
+ROOM = 0.95  # of a device; the rest is for the communication library's buffers and the allocator's fragments
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "norm": {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
+    "moe, norm": {"recompute_granularity": "selective", "recompute_modules": ("moe", "norm")},
+    "full": {"recompute_granularity": "full"},
+}
+_SCHEDULES = (
+    ("1f1b", None),
+    *(("interleaved-1f1b", virtual) for virtual in (2, 3, 4, 6, 7, 8)),
+    ("zb-h1", None),
+    ("zb-v", None),
+    ("dualpipe-v", None),
 )
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was dry-run and fits."""
+    """A layout that was dry-run.
+
+    Attributes:
+        values: its fields of the configuration.
+        name: what to call it; empty if the search found it.
+    """
 
     values: dict[str, Any]
     plan: Plan
     time: Estimate
+    name: str = ""
 
     @property
     def memory_gb(self) -> float:
@@ -53,153 +60,152 @@ class Found:
     @property
     def reason(self) -> str:
         """Where its time goes."""
-        parts = sorted(self.time.parts.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {seconds / self.time.step:.0%}" for name, seconds in parts[:4])
+        return self.time.largest(4)
 
 
-def search(argv: list[str], world_size: int, cluster: Cluster, best: int) -> list[Found]:
+@dataclass(frozen=True)
+class Search:
+    """What was looked for, and what was found.
+
+    Attributes:
+        guessed: how many layouts fit by the guess.
+        found: those that were dry-run and fit, the fastest first.
+        beside: a given layout, whether it fits or not.
+    """
+
+    base: Config
+    guessed: int
+    found: list[Found]
+    beside: Found | None
+
+
+def search(
+    argv: Sequence[str], world_size: int, cluster: Cluster, best: int, beside: Sequence[str] | None = None
+) -> Search:
     """The best layouts that fit, the fastest first.
+
+    Args:
+        argv: the model and what is fixed; without --params-dtype bfloat16, without --global-batch-size four
+            sequences for each rank.
+        beside: words of the command line for a layout to compare with, over ``argv``.
 
     Raises:
         ValueError: no layout is legal, or none fits; the message says what is in the way.
     """
     from tqdm import tqdm
 
-    base = configured(argv, 1)
-    guesses = sorted(_guesses(base, world_size, cluster), key=lambda guess: guess[0])
-    if not guesses:
-        raise ValueError(
-            f"no layout of {world_size} ranks has room for weights, gradients and optimizer state in "
-            f"{cluster.memory_gb:g} GB ({cluster.name}), or none divides the model; use more ranks or a smaller model."
-        )
+    base = searchable(argv, world_size)
+    measured = {
+        name: measure(base, values, cluster)
+        for name, values in tqdm(RECOMPUTATION.items(), desc="layers", unit="trace", leave=False)
+    }
+    guesser = Guesser(base, cluster, world_size, measured)
+    guesses = []
+    for values, recompute in tqdm(list(layouts(base, world_size, cluster)), desc="guesses", leave=False):
+        guess = guesser.guess(values, recompute)
+        if guess is not None:
+            guesses.append((*guess, values | RECOMPUTATION[recompute]))
+    room = replace(cluster, memory_gb=cluster.memory_gb * ROOM)
+    fitting = sorted((guess for guess in guesses if guess[1] <= room.memory_gb * 1e9), key=lambda guess: guess[0])
+    if not fitting:
+        raise ValueError(_nothing_fits(guesses, world_size, cluster))
     found: list[Found] = []
     problem = None
-    for _, values, config in tqdm(guesses[:DRY_RUNS], desc="dry runs", unit="layout", leave=False):
+    chosen = list(_promising([values for *_, values in fitting], base, world_size))
+    for values, config in tqdm(chosen, desc="dry runs", unit="layout", leave=False):
+        if len(found) == best:
+            break
         plan = dry_run(config, world_size)
-        problem = memory_problem(plan, cluster) or problem
-        if memory_problem(plan, cluster) is None:
+        problem = memory_problem(plan, room)
+        if problem is None:
             found.append(Found(values, plan, estimate(plan, cluster)))
     if not found:
-        raise ValueError(
-            f"none of the {min(len(guesses), DRY_RUNS)} most promising layouts fits; of the last, {problem}"
-        )
-    return sorted(found, key=lambda f: f.time.step)[:best]
+        raise ValueError(f"none of the {len(chosen)} most promising layouts fits; of the last, {problem}")
+    given = None if beside is None else _given([*argv, *beside], base, world_size, cluster)
+    return Search(base, len(fitting), sorted(found, key=lambda f: f.time.step), given)
 
 
-def _guesses(base: Config, world_size: int, cluster: Cluster) -> Iterator[tuple[float, dict[str, Any], Config]]:
-    """(guessed seconds, fields, configuration) of every legal layout whose state fits."""
+def searchable(argv: Sequence[str], world_size: int) -> Config:
+    """The model with what a search fixes, checked on one rank.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    named = resolve(argv, registries.CHOICES).provenance
+    batch, dtype = ("global_batch_size", 4 * world_size), ("params_dtype", "bfloat16")
+    flags = [(f"--{key.replace('_', '-')}", str(v)) for key, v in (batch, dtype) if named[key] == "default"]
+    return configured([*argv, *(word for flag in flags for word in flag)], 1)
+
+
+def layouts(base: Config, world_size: int, cluster: Cluster) -> Iterator[tuple[dict[str, Any], str]]:
+    """Fields of the configuration of all layouts, and how they recompute."""
     model, num_experts = base.model, base.moe.num_experts or 1
-    powers = [2**i for i in range(11)]
-    tps = [t for t in powers if t <= min(8, cluster.gpus_per_node, model.num_attention_heads)]
-    cps = [c for c in powers if c <= max(1, base.data.seq_length // 8192)]
+    tps = [2**i for i in range(4) if 2**i <= min(cluster.gpus_per_node, model.num_attention_heads)]
+    cps = [2**i for i in range(11) if 2**i <= max(1, base.data.seq_length // 8192)]
     pps = [p for p in range(1, 33) if world_size % p == 0 and p <= model.num_layers + 2]
     eps = [e for e in range(1, world_size + 1) if num_experts % e == 0 and world_size % e == 0]
-    for tp, cp, pp, ep, (schedule, virtual), mbs in product(tps, cps, pps, eps, _SCHEDULES, (1, 2)):
-        if (pp == 1 and schedule != "1f1b") or world_size % (tp * cp * pp) or world_size % (ep * pp):
+    sizes = product(tps, cps, pps, eps, (False, True))
+    for (tp, cp, pp, ep, cut), (schedule, virtual), mbs in product(sizes, _SCHEDULES, (1, 2, 4, 8)):
+        if (pp == 1 and schedule != "1f1b") or (cut and tp == 1) or (cut and num_experts == 1):
             continue
         values = {
             "tensor_model_parallel_size": tp,
             "context_parallel_size": cp,
             "pipeline_model_parallel_size": pp,
             "expert_model_parallel_size": ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": tp if cut else 1,
             "pipeline_schedule": schedule,
             "num_virtual_stages_per_pipeline_rank": virtual,
             "micro_batch_size": mbs,
-            "data_parallel_sharding_strategy": "optim",
             "pipeline_model_parallel_layout": None,
         }
-        config, _ = normalise(vary(base, **values), world_size)
-        if check(config, world_size, registries.CHOICES, registries.RULES, to_train=False):
+        for zero in ("optim", "optim_grads", "optim_grads_params"):
+            for recompute in RECOMPUTATION:
+                yield values | {"data_parallel_sharding_strategy": zero}, recompute
+
+
+def _promising(
+    ordered: Sequence[dict[str, Any]], base: Config, world_size: int
+) -> Iterator[tuple[dict[str, Any], Config]]:
+    """The first that are legal, no more than two of the same sizes, so that a wrong guess cannot fill the list."""
+    seen: dict[tuple[int, ...], int] = {}
+    for values in ordered:
+        sizes = tuple(value for key, value in values.items() if key.endswith("_parallel_size"))
+        if seen.get(sizes, 0) == 2:
             continue
-        for recomputation in _RECOMPUTATION:
-            guess = _guess(vary(config, **recomputation), world_size, cluster)
-            if guess is not None:
-                yield guess, values | recomputation, vary(config, **recomputation)
+        config, _ = normalise(vary(base, **values), world_size)
+        if not check(config, world_size, registries.CHOICES, registries.RULES, to_train=False):
+            seen[sizes] = seen.get(sizes, 0) + 1
+            yield values, config
+            if sum(seen.values()) == DRY_RUNS:
+                return
 
 
-def _guess(config: Config, world_size: int, cluster: Cluster) -> float | None:
-    """Seconds of a step, roughly; None where weights, gradients and optimizer state alone do not fit."""
-    sizes, model, moe, training = MeshSizes.of(config.parallel, world_size), config.model, config.moe, config.training
-    num_layers = model.num_layers
-    weights = ForwardFlops.of(replace(config, data=replace(config.data, seq_length=1)))
-    expert = (3 if model.gated else 2) * model.hidden_size * (moe.moe_ffn_hidden_size or model.dense_ffn_size)
-    experts = [n * expert for n in moe.experts_per_layer(num_layers)]
-    dense = sum(weights.layers) / 2 - sum(moe.moe_router_topk * expert for n in experts if n) + weights.head
-    per_expert_rank, per_dense_rank = sum(experts) / (sizes.ep * sizes.etp * sizes.pp), dense / (sizes.tp * sizes.pp)
-    width = 2 if training.params_dtype == "bfloat16" else 4
-    state = sum(
-        n * (width + 4 + 16 / d) for n, d in ((per_expert_rank, sizes.edp), (per_dense_rank, sizes.dp * sizes.cp))
-    )
-    activations = _guess_activations(config, sizes)
-    if state + activations > cluster.memory_gb * 1e9:
-        return None
-    num = steps_of(config, sizes)
-    flops = ForwardFlops.of(config)
-    tokens = training.micro_batch_size * config.data.seq_length / (sizes.tp * sizes.cp)
-    factor = {None: 3.0, "selective": 3.6, "full": 4.0}[training.recompute_granularity]
-    peak = cluster.peak_tflops[training.params_dtype] * 1e12 * cluster.efficiency["matmul"]
-    per_microbatch = factor * (sum(flops.layers) + flops.head) * tokens / sizes.pp / peak
-    layers = num_layers / sizes.pp
-    row = tokens * model.hidden_size * width
-    ep_bytes = 4 * moe.moe_router_topk * row * (sizes.ep - 1) / sizes.ep * layers * (bool(sum(experts)))
-    tp_bytes = 10 * row * (sizes.tp - 1) * layers
-    for axis, collective, sent in (("ep", "all_to_all", ep_bytes), ("tp", "all_gather", tp_bytes)):
-        if sent:
-            per_microbatch += collective_seconds(peers(0, axis, sizes), collective, int(6 * layers), sent, cluster)
-    parallel = config.parallel
-    chunks = chunks_per_rank(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
-    bubble = (sizes.pp - 1) / chunks * (1 / 3 if parallel.pipeline_schedule == "zb-h1" else 1)
-    return per_microbatch * (num + bubble)
+def _given(argv: Sequence[str], base: Config, world_size: int, cluster: Cluster) -> Found:
+    """A layout that somebody else chose, with the batch and the type of the search."""
+    config = configured(argv, world_size)
+    config = vary(config, global_batch_size=base.training.global_batch_size, params_dtype=base.training.params_dtype)
+    plan = dry_run(config, world_size)
+    names = [name for name, _ in next(layouts(base, world_size, cluster))[0].items()]
+    flat = vars(config.parallel) | vars(config.training)
+    values = {name: flat[name] for name in (*names, "recompute_granularity", "recompute_modules")}
+    return Found(values, plan, estimate(plan, cluster), name="given")
 
 
-def _guess_activations(config: Config, sizes: MeshSizes) -> float:
-    """Bytes: what layers keep (formulas of the modern block, 16 bit), times the micro-batches in flight."""
-    model, moe, training = config.model, config.moe, config.training
-    tokens = training.micro_batch_size * config.data.seq_length / (sizes.tp * sizes.cp)
-    width = moe.moe_ffn_hidden_size or model.dense_ffn_size
-    copies = moe.moe_router_topk if moe.num_experts else 1
-    kept = {
-        None: 16.0 * model.hidden_size + copies * (4 * model.hidden_size + 8 * width),
-        "selective": 14.0 * model.hidden_size,
-        "full": 2.0 * model.hidden_size,
-    }[training.recompute_granularity]
-    return kept * tokens * model.num_layers / sizes.pp * min(sizes.pp, steps_of(config, sizes))
-
-
-def table(found: list[Found]) -> str:
-    """The best layouts with what they cost and where their time goes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    out = io.StringIO()
-    shown = Table(
-        "tp", "cp", "pp", "ep", "schedule", "mbs", "recompute", "s/step", "TFLOP/s", "GB", "where the time goes"
-    )
-    for item in found:
-        v = item.values
-        schedule = v["pipeline_schedule"] + (f" x{n}" if (n := v["num_virtual_stages_per_pipeline_rank"]) else "")
-        axes = ("tensor_model", "context", "pipeline_model", "expert_model")
-        shown.add_row(
-            *(str(v[f"{axis}_parallel_size"]) for axis in axes),
-            schedule,
-            str(v["micro_batch_size"]),
-            v["recompute_granularity"] or "no",
-            f"{item.time.step:.3g}",
-            f"{item.time.tflops_per_gpu:.0f}",
-            f"{item.memory_gb:.1f}",
-            item.reason,
+def _nothing_fits(guesses: Sequence[tuple[float, float, Any]], world_size: int, cluster: Cluster) -> str:
+    if not guesses:
+        return (
+            f"no layout divides {world_size} ranks and the global batch: its sequences must be a multiple of the "
+            "micro-batch times the data-parallel size; choose another --gpus or --global-batch-size."
         )
-    Console(file=out, width=140).print(shown)
-    return out.getvalue()
-
-
-def as_yaml(found: Found, cluster: Cluster) -> str:
-    """The layout as a file for --config, after the model's."""
-    time, sizes = found.time, found.plan.sizes
-    values = {k: list(v) if isinstance(v, tuple) else v for k, v in found.values.items() if v is not None}
+    _, least, values = min(guesses, key=lambda guess: guess[1])
+    sizes = ", ".join(
+        f"--{key.replace('_', '-')} {value}" for key, value in values.items() if key.endswith("size") and value > 1
+    )
+    zero, recompute = values["data_parallel_sharding_strategy"], values["recompute_granularity"] or "nothing"
     return (
-        f"# Found by tools/plan.py search for {sizes.world} devices of {cluster.name}: {time.step:.3g} s a step, "
-        f"{time.tflops_per_gpu:.0f} TFLOP/s per device,\n# {found.memory_gb:.1f} GB on the fullest (all estimated).\n"
-        + yaml.safe_dump(values, sort_keys=False)
+        f"the model fits nowhere: of {len(guesses):,} layouts of {world_size} ranks the smallest ({sizes}, {zero}, "
+        f"recomputing {recompute}) needs about {least / 1e9:.0f} GB of the {cluster.memory_gb:g} GB of {cluster.name}. "
+        "Use more ranks, larger devices, a shorter --seq-length or a smaller model; `tools/plan.py show` of that "
+        "layout says what fills it."
     )

@@ -3,13 +3,15 @@
     device  "meta"    activations, weights, gradients, optimizer state     shapes alone, no memory
     host    "cpu"     tokens, splits of an all-to-all, rows per expert     numbers
 
-The project's code keeps the two apart, as it must on a GPU. Where it waits for the device to learn a number (a loss,
-a norm), the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows them beforehand.
+The project's code keeps the two apart, as it must on a GPU. What runs are a GPU's operations (a norm is one, which
+keeps less than a CPU's several), or a CPU's where the backend is gloo. Where the code waits for the device to learn a
+number (a loss, a norm), the dry run answers 1. Counts of routed copies are not asked of the device: ``loads.py`` knows
+them beforehand.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,27 +20,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
-from megatron_moe.plan.live import LiveBytes, replaced
+from megatron_moe.plan.live import replaced
+from megatron_moe.plan.operations import Counted, Operations
 
-WORK = ("matmul", "attention", "touched")
 _HOST_READS = {"tolist", "item", "__float__", "__int__", "__bool__"}
-
-
-@dataclass
-class Counted:
-    """What ran.
-
-    Attributes:
-        work: FLOPs of matrix products and of attention, and bytes that all other operations read and wrote.
-        live: bytes of what they made, alive now and at most.
-    """
-
-    work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORK, 0.0))
-    live: LiveBytes = field(default_factory=LiveBytes)
 
 
 class _Attention(torch.autograd.Function):
@@ -63,18 +49,37 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q_BHQC), torch.empty_like(k_BGSC), torch.empty_like(v_BGSC), None
 
 
+class _RootMeanSquareNorm(torch.autograd.Function):
+    """A norm as GPUs run it: keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, touched: Callable[[int], None]) -> Tensor:
+        touched(2 * x.numel() * x.element_size())
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.touched = touched  # type: ignore[attr-defined]
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        ctx.touched(3 * x.numel() * x.element_size())  # type: ignore[attr-defined]
+        return torch.empty_like(x), torch.empty_like(weight), None
+
+
 class _Functions(TorchFunctionMode):
     """Answers what the device cannot, and brings indices from the host to it."""
 
-    def __init__(self, counted: Counted) -> None:
+    def __init__(self, counted: Counted, gpu: bool) -> None:
         super().__init__()
-        self.counted = counted
+        self.counted, self.gpu = counted, gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if not any(isinstance(x, Tensor) and x.is_meta for x in args):
+        if func is F.rms_norm and self.gpu:
+            return self._norm(*args, **kwargs)
+        if name == "__get__" or not any(isinstance(x, Tensor) and x.is_meta for x in args):
             return func(*args, **kwargs)
         first = args[0]
         if name in _HOST_READS:  # of tensors on the device
@@ -82,8 +87,7 @@ class _Functions(TorchFunctionMode):
         if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             assert args[1].shape == first.shape  # a list of copies: how many slots are empty is not known, so none is
             return first.clone()
-        args, kwargs = tree_map_only(Tensor, _on_device, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*_on_device(args), **{key: _on_device(value) for key, value in kwargs.items()})
 
     def _attention(
         self,
@@ -99,51 +103,33 @@ class _Functions(TorchFunctionMode):
         num_queries, num_keys = query.shape[-2], key.shape[-2]
         pairs = num_queries * (num_keys - num_queries / 2)
         forward = 2.0 * query.shape[0] * query.shape[1] * (query.shape[-1] + value.shape[-1]) * pairs
+        return _Attention.apply(query, key, value, lambda times: self._note("attention", times * forward))  # type: ignore[return-value]
 
-        def note(times: int) -> None:
-            self.counted.work["attention"] += times * forward
+    def _norm(self, x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Any:
+        return _RootMeanSquareNorm.apply(x, weight, partial(self._note, "touched"))
 
-        return _Attention.apply(query, key, value, note)  # type: ignore[return-value]
-
-
-def _on_device(tensor: Tensor) -> Tensor:
-    """The tensor on the device; one that is used again is brought there once."""
-    if tensor.is_meta or tensor.dim() == 0:
-        return tensor
-    if not hasattr(tensor, "on_device"):
-        tensor.on_device = tensor.to("meta")  # type: ignore[attr-defined]
-    return tensor.on_device  # type: ignore[attr-defined]
+    def _note(self, kind: str, amount: float) -> None:
+        self.counted.work[kind] += amount
 
 
-class _Operations(TorchDispatchMode):
-    """Sees every operation, those of backward passes included."""
-
-    def __init__(self, counted: Counted) -> None:
-        super().__init__()
-        self.counted = counted
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                self.counted.live.note(tensor)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.counted.work["matmul"] += formula(*args, **kwargs, out_val=made)
-        elif not (func.is_view or func.namespace == "c10d"):
-            seen = [t for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor) and t.is_meta]
-            self.counted.work["touched"] += sum(t.numel() * t.element_size() for t in seen)
-        return made
+def _on_device(value: Any) -> Any:
+    """Tensors in arguments, on the device; one that is used again is brought there once."""
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([_on_device(v) for v in value])
+    if not isinstance(value, Tensor) or value.is_meta or value.dim() == 0:
+        return value
+    if not hasattr(value, "on_device"):
+        value.on_device = value.to("meta")  # type: ignore[attr-defined]
+    return value.on_device  # type: ignore[attr-defined]
 
 
 @contextmanager
-def dry_device() -> Iterator[Counted]:
-    """Within: the project's code runs on the meta device, and is counted."""
+def dry_device(gpu: bool) -> Iterator[Counted]:
+    """Within: the project's code runs on the meta device, and is counted; ``gpu``: as it runs on a GPU, not a CPU."""
     counted = Counted()
     # torch cannot make a mask object while a mode watches; nobody looks at one here.
     no_masks = replaced(CausalBias, "__new__", lambda cls, variant, queries, keys: torch.empty(0))
     # A backward pass recomputes: it must not be taken for one function, inside which other functions are not seen.
     see_backward = replaced(torch.autograd, "has_torch_function", lambda tensors: False)
-    with counted.live.watching(), no_masks, see_backward, _Functions(counted), _Operations(counted):
+    with counted.live.watching(), no_masks, see_backward, _Functions(counted, gpu), Operations(counted):
         yield counted

@@ -1,6 +1,7 @@
 """Check layouts by hand.
 
 python -m tests.parity matrix [first:last]                         the whole matrix, or some of its rows
+python -m tests.parity dry_run [layout ...]                        plans against real runs of the quickstart's model
 python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2 ...     layouts of your choice
 """
 
@@ -10,7 +11,7 @@ import time
 import yaml
 
 from tests.helpers.ranks import RankPool
-from tests.parity import coverage, matrix
+from tests.parity import coverage, dry_runs, matrix
 from tests.parity.harness import BASE, differences, layout, trace, vary
 
 
@@ -56,12 +57,23 @@ def whole_matrix(arguments: list[str], pool: RankPool) -> int:
     return failed
 
 
+def dry_runs_of(layouts: list[str], pool: RankPool) -> int:
+    """Print equal, or what a plan and a real run do not agree on, for each layout; the number of those that differ."""
+    failed = 0
+    for text in layouts or dry_runs.LAYOUTS:
+        start = time.monotonic()
+        found = dry_runs.differences(*dry_runs.quickstart(text), pool)
+        failed += bool(found)
+        print(f"{text}: {'differs' if found else 'equal'} ({time.monotonic() - start:.1f} s)", *found, sep="\n    ")
+    return failed
+
+
 def main(arguments: list[str]) -> int:
     """Exit status 1 on any difference."""
     pool = RankPool()
     try:
-        whole = arguments[:1] == ["matrix"]
-        return int(bool(whole_matrix(arguments[1:], pool) if whole else some_layouts(arguments, pool)))
+        named = {"matrix": whole_matrix, "dry_run": dry_runs_of}.get(arguments[0]) if arguments else None
+        return int(bool(named(arguments[1:], pool) if named else some_layouts(arguments, pool)))
     finally:
         pool.stop()
 

@@ -13,6 +13,7 @@ from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.size import logical_tensors, size
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import sharded_parameters
+from megatron_moe.training.shrink import vary
 from pretrain_moe import configuration
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,14 @@ PUBLISHED = {
     "gpt-oss-120b": (116.8, 5.1, "without"),
     "glm-4.5-air": (106, 12, "without"),
 }
+GSHARD = {  # (layers, experts): billions as published, table 1; this decoder, of which the experts alone are more
+    (36, 2048): (600, 619_182_704_640),
+    (12, 2048): (200, 206_437_926_912),
+    (36, 512): (150, 155_297_925_120),
+    (12, 512): (50, 51_809_667_072),
+    (36, 128): (37, 39_326_730_240),
+    (12, 128): (12.5, 13_152_602_112),
+}
 
 
 def preset(path: Path) -> Config:
@@ -68,6 +77,17 @@ def test_presets_have_the_published_sizes(path: Path):
         assert counted / 1e9 == pytest.approx(active, rel=0.07 if path.stem == "glm-4.5-air" else 0.025)
     row = f"| `{path.stem}` | {found.total:,} | {found.active / 1e9:.2f} | {found.active_without_embedding / 1e9:.2f} |"
     assert row in (ROOT / "docs/models.md").read_text(), f"docs/models.md lacks: {row}"
+
+
+@pytest.mark.parametrize("layers, experts", GSHARD)
+def test_gshards_models_have_the_published_sizes(layers: int, experts: int):
+    config = vary(preset(ROOT / "configs/models/gshard-12l-128e-decoder.yaml"), num_layers=layers, num_experts=experts)
+    billions, exactly = GSHARD[layers, experts]
+    total = size(config).total
+    assert total == exactly
+    assert total / 1e9 == pytest.approx(billions, rel=0.065)
+    routed = layers // 2 * experts * 2 * 1024 * 8192
+    assert 1.0 < total / routed < 1.025 and f"{total / 1e9:.1f}B" in (ROOT / "docs/gshard.md").read_text()
 
 
 def test_every_published_model_has_a_preset_and_a_family():
