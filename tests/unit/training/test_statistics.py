@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_forward_pass(recompute: dict[str, Any], ranks: R
     counts = 2 * 2 * 2 * 4 * count  # layers x ranks x micro-batches x experts of the peer
     copies = (total - counts) // (2 * row + weight)
     assert total == copies * (2 * row + weight) + counts and 0 < copies < 2 * 2 * NUM_TOKENS
-    again = copies * (2 * row + weight) if recompute else 0  # counts are not exchanged again
+    again = copies * (row + weight) if recompute else 0  # counts are not exchanged again, nor are results
     assert sent == total + copies * (2 * row + weight) + again
 
 
