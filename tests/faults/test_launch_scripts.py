@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from tests.faults.test_kills_of_ranks import TINY, iterations
-from tests.helpers.forked import ROOT
+from tests.helpers.forked import ROOT, serve_python
 
 SRUN = """#!/usr/bin/env bash
 # Two tasks on this machine; like srun, hands signals on to them.
@@ -47,6 +47,7 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path: Path) -> None:
         SLURM_SUBMIT_DIR=tmp_path,
         REQUEUED=requeued,
     )
+    serve_python(tmp_path / "bin")
     command = ["bash", str(ROOT / "launch" / "slurm.sbatch"), *TINY.split(), "--save", str(save)]
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 60

@@ -1,18 +1,21 @@
 """Runs of the launcher that start in a moment: forked from a process that has torch and the launcher loaded.
 
     forkserver ──fork──> torchrun's agent ──fork──> rank 0, rank 1, ...
-                └─fork──> a rank alone, with the variables that somebody else's launcher would set
+                └─fork──> a rank alone, started by a test, or by a script that calls ``python``
 
 A new interpreter and ``import torch`` cost seconds of CPU time for the agent and for each rank, and prove nothing here.
 All else is torchrun's: its command line, its agent, its store, its signals, its restarts, and ranks that are processes.
 """
 
+import json
 import multiprocessing as mp
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +33,7 @@ class Forked:
     """A process whose output is kept; somewhat like ``subprocess.Popen``."""
 
     def __init__(self, function: Callable[..., int | None], *arguments: Any) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        CONTEXT.set_forkserver_preload(PRELOADED)  # without effect where the server runs already, for the pool of ranks
+        _preload()
         handle, name = tempfile.mkstemp(prefix="forked")
         os.close(handle)
         self._output = Path(name)
@@ -92,6 +94,56 @@ def rank_alone(argv: Sequence[str], environment: Mapping[str, object]) -> Forked
     """One rank as a launcher without an agent starts it: it finds the others by its environment."""
     variables = {**os.environ, **{name: str(value) for name, value in environment.items()}}
     return Forked(_rank, ["pretrain_moe.py", *argv], variables)
+
+
+def _preload() -> None:
+    """What the server loads before its first fork; without effect where it runs already, for the pool of ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+STAND_IN = """#!{python} -SE
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+ask = [os.getpid(), os.getcwd(), sys.argv[1:], dict(os.environ)]
+server.sendall(json.dumps(ask).encode() + b"\\n")
+answers = server.makefile()
+pid = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+sys.exit(int(answers.readline()))
+"""
+
+
+def serve_python(folder: Path) -> None:
+    """Put a ``python`` into a folder, for scripts to start: it hands its words on, and signals, to a forked process."""
+    _preload()
+    address = str(folder / "socket")
+    (folder / "python").write_text(STAND_IN.format(python=sys.executable, address=address))
+    (folder / "python").chmod(0o755)
+    listener = socket.create_server(address, family=socket.AF_UNIX)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, connection.makefile("rw") as talk:
+            process = CONTEXT.Process(target=_stand_for, args=json.loads(talk.readline()), daemon=True)
+            process.start()
+            print(process.pid, file=talk, flush=True)
+            process.join()
+            print(process.exitcode, file=talk, flush=True)
+
+    def accept() -> None:
+        while True:
+            threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def _stand_for(pid: int, folder: str, words: list[str], environment: dict[str, str]) -> None:
+    for number in (1, 2):
+        os.dup2(os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(folder)
+    _rank(words, environment)
 
 
 def _talk_into(output: str, function: Callable[..., int | None], *arguments: Any) -> None:
