@@ -5,17 +5,64 @@ is taken goes below all of them, and a tie goes to the lower index.
 """
 
 # Triton's own types do not know x[:, None].
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.blocks import launch, power_of_two, wide
+from megatron_moe.kernels.blocks import launch, power_of_two
 from megatron_moe.kernels.scoring import Scored, ScoringRule
 
 _NUMBERS = 4096  # scores that one program holds
+
+
+@triton.jit
+def _scored(logits, known, SIGMOID: tl.constexpr):
+    """(logarithm of the scores, scores divided by their sum)"""
+    if SIGMOID:
+        log_scores = tl.minimum(logits, 0.0) - tl.log(1 + tl.exp(-tl.abs(logits)))
+    else:
+        log_scores = logits
+    log_scores = tl.where(known, log_scores, float("-inf"))
+    shifted = log_scores - tl.max(log_scores, 1)[:, None]
+    exps = tl.exp(shifted)
+    sums = tl.sum(exps, 1)[:, None]
+    if not SIGMOID:
+        log_scores = shifted - tl.log(sums)
+    return log_scores, exps / sums
+
+
+@triton.jit
+def _comparable(keys, known, lowest, KEY: tl.constexpr):
+    """Integers in the order of the keys: NaN above all, what is no expert below all."""
+    keys = tl.where(keys == 0, 0.0, keys)
+    bits = keys.to(KEY, bitcast=True)
+    order = tl.where(bits < 0, bits ^ ~lowest, bits)
+    order = tl.where(keys != keys, ~lowest, order)
+    return tl.where(known, order, lowest)
+
+
+@triton.jit
+def _weights(chosen, NORMALISED: tl.constexpr):
+    if NORMALISED:
+        weights = tl.exp(chosen - tl.max(chosen, 1)[:, None])
+        return weights / tl.sum(weights, 1)[:, None]
+    else:  # noqa: RET505  (Triton wants both ends of a compile-time branch)
+        return tl.exp(chosen)
+
+
+@triton.jit
+def _places(ids, taken, experts, slots, NUM_SLOTS: tl.constexpr):
+    """Places of the chosen among the copies of their experts, within the block."""
+    ranks = tl.cumsum(taken, 0) - taken
+    positions = tl.zeros_like(ids)
+    for k in range(NUM_SLOTS):
+        best = tl.sum(tl.where(slots[None, :] == k, ids, 0), 1)
+        rank = tl.sum(tl.where(experts[None, :] == best[:, None], ranks, 0), 1)
+        positions = tl.where(slots[None, :] == k, rank[:, None], positions)
+    return positions
 
 
 @triton.jit
@@ -36,7 +83,6 @@ def _score(
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_DECIDED: tl.constexpr,
-    WIDE: tl.constexpr,
     KEY: tl.constexpr,
     SIGN_BIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -50,33 +96,16 @@ def _score(
     places = tokens[:, None] * NUM_EXPERTS + experts[None, :]
     logits = tl.load(logits_ptr + places, mask=inside, other=0.0)
 
-    # Scores, and the same divided by their sum.
-    if SIGMOID:
-        log_scores = tl.minimum(logits, 0.0) - tl.log(1 + tl.exp(-tl.abs(logits)))
-    else:
-        log_scores = logits
-    log_scores = tl.where(known, log_scores, float("-inf"))
-    shifted = log_scores - tl.max(log_scores, 1)[:, None]
-    exps = tl.exp(shifted)
-    sums = tl.sum(exps, 1)[:, None]
-    scores = exps / sums
-    if not SIGMOID:
-        log_scores = shifted - tl.log(sums)
+    log_scores, scores = _scored(logits, known, SIGMOID)
     tl.store(scores_ptr + places, scores, mask=inside)
-
-    # Keys as integers: NaN above all, what is no expert below all.
     keys = logits
     if HAS_BIAS:
         keys = tl.exp(log_scores) + tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
-    keys = tl.where(keys == 0, 0.0, keys)
-    bits = keys.to(KEY, bitcast=True)
     lowest = tl.full((), 1, KEY) << SIGN_BIT
-    order = tl.where(bits < 0, bits ^ ~lowest, bits)
-    order = tl.where(keys != keys, ~lowest, order)
-    order = tl.where(known, order, lowest)
+    order = _comparable(keys, known, lowest, KEY)
 
     ids = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
-    chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), dtype=WIDE)
+    chosen = tl.full((BLOCK_T, BLOCK_K), float("-inf"), dtype=logits.dtype)
     taken = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     for k in range(NUM_SLOTS):
         if IS_DECIDED:
@@ -90,21 +119,11 @@ def _score(
         taken = tl.where(hit & inside, 1, taken)
         order = tl.where(hit, lowest, order)
 
-    weights = tl.exp(chosen)
-    if NORMALISED:
-        weights = tl.exp(chosen - tl.max(chosen, 1)[:, None])
-        weights = weights / tl.sum(weights, 1)[:, None]
-    ranks = tl.cumsum(taken, 0) - taken
-    positions = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
-    for k in range(NUM_SLOTS):
-        best = tl.sum(tl.where(slots[None, :] == k, ids, 0), 1)
-        rank = tl.sum(tl.where(experts[None, :] == best[:, None], ranks, 0), 1)
-        positions = tl.where(slots[None, :] == k, rank[:, None], positions)
     written = (tokens < num_tokens)[:, None] & (slots < NUM_SLOTS)[None, :]
     at = tokens[:, None] * NUM_SLOTS + slots[None, :]
     tl.store(ids_ptr + at, ids.to(tl.int64), mask=written)
-    tl.store(weights_ptr + at, weights * SCALE, mask=written)
-    tl.store(positions_ptr + at, positions.to(tl.int64), mask=written)
+    tl.store(weights_ptr + at, _weights(chosen, NORMALISED) * SCALE, mask=written)
+    tl.store(positions_ptr + at, _places(ids, taken, experts, slots, NUM_SLOTS).to(tl.int64), mask=written)
     tl.store(counts_ptr + block * NUM_EXPERTS + experts, tl.sum(taken, 0).to(tl.int64), mask=experts < NUM_EXPERTS)
 
 
@@ -203,7 +222,6 @@ def score_topk_forward(
         NORMALISED=rule.normalised,
         HAS_BIAS=bias_E is not None,
         IS_DECIDED=decided_TK is not None,
-        WIDE=wide(logits_TE.dtype),
         KEY=tl.int64 if double else tl.int32,
         SIGN_BIT=63 if double else 31,
         **blocks,
