@@ -99,7 +99,8 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     | {
         " ".join(modules): {"recompute_granularity": "selective", "recompute_modules": modules}
         for modules in (("core_attn",), ("mlp", "moe"), ("norm", "core_attn"))
-    },
+    }
+    | {"offloaded": {"cpu_offloading_num_layers": 3, "min_offloaded_tensor_size": 1}},
     "dropout": {"off": {}, "on": {"hidden_dropout": 0.1}},
     "norm": {"RMSNorm": {}, "LayerNorm": {"normalization": "LayerNorm"}},
     "qk_norm": {

@@ -11,7 +11,9 @@ from megatron_moe.config.checks.support import (
     typed,
 )
 from megatron_moe.config.schema import Config
+from megatron_moe.config.settings import settings
 
+_MIN_OFFLOADED = settings()["min_offloaded_tensor_size"].default
 RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "norm")
 
 
@@ -141,6 +143,28 @@ def recomputation_is_known(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def offloaded_layers_exist(config: Config, world_size: int) -> Iterator[str]:
+    """No more layers are offloaded than there are, and tensors are moved only if there are any."""
+    training, flag = config.training, typed(config, "cpu_offloading_num_layers")
+    if training.cpu_offloading_num_layers > config.model.num_layers:
+        yield f"{flag} is more than {typed(config, 'num_layers')}; use at most {config.model.num_layers}."
+    if not training.cpu_offloading_num_layers and training.min_offloaded_tensor_size != _MIN_OFFLOADED:
+        yield (
+            f"{typed(config, 'min_offloaded_tensor_size')} is read with --cpu-offloading-num-layers only; add that, or "
+            "leave it out."
+        )
+
+
+def offloading_meets_no_recomputation(config: Config, world_size: int) -> Iterator[str]:
+    """What is computed again is not kept, and what a recomputed region keeps is no saved tensor that could move."""
+    training = config.training
+    if training.cpu_offloading_num_layers and training.recompute_granularity is not None:
+        yield (
+            f"{typed(config, 'cpu_offloading_num_layers')} moves saved activations to the host, and "
+            f"{typed(config, 'recompute_granularity')} does not save them; leave one of them out."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     micro_batches_fill_global_batch,
     elastic_runs_have_a_global_batch,
@@ -150,6 +174,8 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_decay,
     learning_rates_are_ordered,
     recomputation_is_known,
+    offloaded_layers_exist,
+    offloading_meets_no_recomputation,
 )
 
 
