@@ -49,7 +49,9 @@ class Mover:
         if self.stream is None:
             return host_X.clone(), None
         with torch.cuda.stream(self.stream):
-            return host_X.to(self.device, non_blocking=True), self.stream.record_event()
+            device_X, arrival = host_X.to(self.device, non_blocking=True), torch.cuda.Event()
+            arrival.record(self.stream)
+        return device_X, arrival
 
 
 class _Moved:

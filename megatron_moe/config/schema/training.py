@@ -65,7 +65,7 @@ class TrainingConfig:
     )
     cpu_offloading_num_layers: int = flag(
         0,
-        "Keep what the first so many layers of each pipeline stage save for the backward pass in host memory; the copies "
+        "Keep what the first so many layers of each pipeline stage save for the backward pass in host memory; copies "
         "run beside the computation.",
     )
     min_offloaded_tensor_size: int = flag(
