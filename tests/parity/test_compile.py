@@ -20,7 +20,7 @@ PARTS: dict[str, Any] = {"moe_first_dense_layers": 1, "activation": "geglu", "qk
 
 def test_same_curve_with_all_that_touches_saved_tensors(ranks: RankPool) -> None:
     values, world_size = layout("tp=2,ep=2,mbs=4")
-    others = {"recompute_granularity": "selective", "recompute_modules": ("norm", "core_attn")}
+    others = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "core_attn")}
     found = trace(vary(BASE, **PARTS, **others, **values, torch_compile="aot_eager"), world_size, ranks)
     assert differences(found, trace(vary(BASE, **PARTS), 1, ranks)) == []
 

@@ -14,7 +14,7 @@ from megatron_moe.config.schema import Config
 from megatron_moe.config.settings import settings
 
 _MIN_OFFLOADED = settings()["min_offloaded_tensor_size"].default
-RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "norm")
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
 
 
 def micro_batches_fill_global_batch(config: Config, world_size: int) -> Iterator[str]:
@@ -140,6 +140,11 @@ def recomputation_is_known(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"{typed(config, 'recompute_modules')} is not a list of modules to recompute; "
             f"name one or more of {', '.join(RECOMPUTABLE)}."
+        )
+    if "mla_up_proj" in training.recompute_modules and not config.model.multi_latent_attention:
+        yield (
+            f"{typed(config, 'recompute_modules')} names mla_up_proj, which is there with --multi-latent-attention "
+            "only; add that, or leave it out."
         )
 
 
