@@ -35,7 +35,7 @@ def compile_parts(model: nn.Module, backend: str) -> None:
             "one (Debian, Ubuntu: apt install g++), or leave --torch-compile out."
         )
     for module in model.modules():
-        if isinstance(module, Norm):
+        if isinstance(module, Norm) and module.kernels == "torch":
             module.compile(backend=backend)
         elif isinstance(module, (Attention, LatentAttention)) and module.rotary is not None:
             module.rotary.rotate = torch.compile(module.rotary.rotate, backend=backend)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Mover:
-    """Copies bytes between a device and the host, on a stream of its own where the device has streams.
+    """Copies numbers between a device and the host, on a stream of its own where the device has streams.
 
     Args:
         min_numel: elements of the smallest tensor that is worth a copy.
@@ -29,23 +29,25 @@ class Mover:
         self.device, self.min_numel = device, min_numel
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def to_host(self, bytes_X: Tensor) -> Tensor | None:
-        """[X] uint8 on the device -> a copy on the host, which is complete for whoever uses this mover's stream."""
-        if self.device.type == "meta":  # a dry run: there are no bytes
+    def to_host(self, whole_X: Tensor) -> Tensor | None:
+        """[X] on the device -> a copy on the host, which is complete for whoever uses this mover's stream."""
+        if self.device.type == "meta":  # a dry run: there is no content
             return None
         if self.stream is None:
-            return bytes_X.clone()
-        host_X = torch.empty_like(bytes_X, device="cpu", pin_memory=True)
+            return whole_X.clone()
+        host_X = torch.empty_like(whole_X, device="cpu", pin_memory=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            host_X.copy_(bytes_X, non_blocking=True)
-        bytes_X.record_stream(self.stream)
+            host_X.copy_(whole_X, non_blocking=True)
+        whole_X.record_stream(self.stream)
         return host_X
 
-    def to_device(self, host_X: Tensor | None, num_bytes: int) -> tuple[Tensor, torch.cuda.Event | None]:
+    def to_device(
+        self, host_X: Tensor | None, numel: int, dtype: torch.dtype
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
         """The copy -> the device, and when it is there (None: it is)."""
         if host_X is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device), None
+            return torch.empty(numel, dtype=dtype, device=self.device), None
         if self.stream is None:
             return host_X.clone(), None
         with torch.cuda.stream(self.stream):
@@ -57,10 +59,10 @@ class Mover:
 class _Moved:
     """A storage of the device that several saved tensors may see: on the host, and for a while back again."""
 
-    def __init__(self, storage: torch.UntypedStorage, mover: Mover) -> None:
-        self._mover, self._num_bytes = mover, storage.nbytes()
-        whole_X = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self._num_bytes,), (1,))  # type: ignore[call-overload]
-        self._host_X = mover.to_host(whole_X)
+    def __init__(self, saved: Tensor, mover: Mover) -> None:
+        self._mover, self._dtype = mover, saved.dtype
+        self._numel = saved.untyped_storage().nbytes() // saved.element_size()
+        self._host_X = mover.to_host(saved.detach().as_strided((self._numel,), (1,), 0))
         self._back_X: Tensor | None = None
         self._arrival: torch.cuda.Event | None = None
         self.num_notes = self._num_read = 0
@@ -68,7 +70,7 @@ class _Moved:
     def fetch(self) -> None:
         """Begin to bring it back."""
         if self._back_X is None:
-            self._back_X, self._arrival = self._mover.to_device(self._host_X, self._num_bytes)
+            self._back_X, self._arrival = self._mover.to_device(self._host_X, self._numel, self._dtype)
 
     def read(self, note: "_Note") -> Tensor:
         """A saved tensor on the device again; after the last one the storage belongs to its readers."""
@@ -78,8 +80,7 @@ class _Moved:
             current = torch.cuda.current_stream(self._mover.device)
             current.wait_event(self._arrival)
             self._back_X.record_stream(current)
-        view = torch.empty(0, dtype=note.dtype, device=self._back_X.device)
-        view.set_(self._back_X.untyped_storage(), note.offset, note.size, note.stride)  # type: ignore[call-overload]
+        view = self._back_X.as_strided(note.size, note.stride, note.offset)
         self._num_read += 1
         if self._num_read == self.num_notes:
             self._num_read, self._back_X, self._arrival = 0, None, None
@@ -90,7 +91,6 @@ class _Note(NamedTuple):
     """In place of a saved tensor: where it is in what was moved."""
 
     moved: _Moved
-    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -107,7 +107,7 @@ class OffloadedPass:
     def __init__(self, layer: nn.Module, mover: Mover, below: "OffloadedPass | None") -> None:
         self._layer, self._mover, self._below = layer, mover, below
         # Only notes keep what was moved, so that the host's memory goes when the graph does.
-        self._moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()
+        self._moved: weakref.WeakValueDictionary[tuple[int, int, torch.dtype], _Moved] = weakref.WeakValueDictionary()
         self._seen: list[StorageWeakRef] = []
         self._in_backward = False
 
@@ -131,14 +131,14 @@ class OffloadedPass:
         small = storage.nbytes() < self._mover.min_numel * saved.element_size()
         if small or saved.device.type != self._mover.device.type or storage._cdata in self._stays:
             return saved
-        key = storage._cdata, saved._version
+        key = storage._cdata, saved._version, saved.dtype
         moved = self._moved.get(key)
         if moved is None:
             # While the reference is held, no other storage gets the same address.
             self._seen.append(StorageWeakRef(storage))
-            moved = self._moved[key] = _Moved(storage, self._mover)
+            moved = self._moved[key] = _Moved(saved, self._mover)
         moved.num_notes += 1
-        return _Note(moved, saved.dtype, saved.size(), saved.stride(), saved.storage_offset())
+        return _Note(moved, saved.size(), saved.stride(), saved.storage_offset())
 
     def _unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, _Note):
