@@ -47,6 +47,7 @@ class Block(nn.Module):
             window=model.windows[like_layer],
             cp_comm_type=config.parallel.cp_comm_type,
             recompute_core="core_attn" in self.recomputes,
+            recompute_up_projection="mla_up_proj" in self.recomputes,
             **common,
         )
         attention = LatentAttention if model.multi_latent_attention else Attention
@@ -101,8 +102,8 @@ class Block(nn.Module):
         """``use(norm(x))``, kept, recomputed, or kept but for the norm."""
         if recompute:  # together: the norm's input, the residual stream, is kept anyway
             return recomputed(lambda x_SBD: use(norm(x_SBD)), x_SBD)
-        if "norm" in self.recomputes:
-            return without_keeping(norm, use, x_SBD)
+        if "layernorm" in self.recomputes:
+            return without_keeping(lambda x_SBD: (norm(x_SBD),), use, x_SBD)
         return use(norm(x_SBD))
 
     def _drop(self, y_SBD: Tensor, tokens: TokenBatch, use: str) -> Tensor:

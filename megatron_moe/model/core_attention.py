@@ -45,6 +45,7 @@ class AttentionSettings:
         window: how many tokens to its left a token sees; None for all.
         cp_comm_type: how queries meet the keys of other context-parallel ranks: ``allgather``, or ``p2p`` in a ring.
         recompute_core: keep query, key and value alone of scores, softmax and weighted values.
+        recompute_up_projection: keep latents in place of the queries, keys and values made of them.
     """
 
     sequence_parallel: bool
@@ -52,6 +53,7 @@ class AttentionSettings:
     window: int | None = None
     cp_comm_type: str = "allgather"
     recompute_core: bool = False
+    recompute_up_projection: bool = False
     queue: WeightGradientQueue | None = None
 
 

@@ -22,6 +22,7 @@ from megatron_moe.model.block import Block
 from megatron_moe.model.cross_entropy import vocab_parallel_cross_entropy
 from megatron_moe.model.multi_token import PredictionModule, ahead
 from megatron_moe.model.norm import Norm
+from megatron_moe.model.offload import Mover, OffloadedPass
 from megatron_moe.moe.losses import attach_loss
 from megatron_moe.parallel.buckets import Bucket
 from megatron_moe.parallel.context import ParallelContext
@@ -137,6 +138,8 @@ class Decoder(nn.Module):
             embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
         self._sharded_units: list[ShardedUnit] = []  # layers, then prediction modules
         self._outside: list[Bucket] = []
+        self.num_offloaded = config.training.cpu_offloading_num_layers
+        self.mover = Mover(ctx.device, config.training.min_offloaded_tensor_size)
         name_parameters(self)
         initialise(self, ctx, config.training.seed if initial_values else None)
 
@@ -185,8 +188,14 @@ class Decoder(nn.Module):
             ids_SB = tokens.context(tokens.ids_SB)
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
-        for block, unit in zip_longest(self.layers.values(), self._sharded_units[: len(self.layers)]):
-            x_SBD = with_weights(unit, partial(block, tokens=tokens), x_SBD)
+        below: OffloadedPass | None = None
+        units = zip_longest(self.layers.values(), self._sharded_units[: len(self.layers)])
+        for i, (block, unit) in enumerate(units):
+            run = partial(block, tokens=tokens)
+            if i < self.num_offloaded:
+                below = OffloadedPass(block, self.mover, below)
+                run = partial(below.run, run)
+            x_SBD = with_weights(unit, run, x_SBD)
         return x_SBD
 
     def units(self) -> list[list[ShardedParameter]]:

@@ -1,5 +1,8 @@
 """Dense feed-forward layer and shared expert: column-parallel in, activation, row-parallel out."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,9 +33,16 @@ class FeedForward(nn.Module):
         queue: WeightGradientQueue | None = None,
     ) -> None:
         super().__init__()
-        self.ctx, self.sequence_parallel, self.activation = ctx, sequence_parallel, config.activation
-        self.activation_options = {"clamp": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
-        self.activation_options["kernels"] = choose(config.kernels, ctx.device, dtype)["swiglu"]
+        self.ctx, self.sequence_parallel = ctx, sequence_parallel
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        self.activate: Callable[[Tensor], Tensor] = partial(
+            activate,
+            name=config.activation,
+            clamp=clamp,
+            offset=offset,
+            kernels=choose(config.kernels, ctx.device, dtype)["swiglu"],
+        )
+        self.has_fused_activation = config.activation == "swiglu" and clamp is None and offset == 0
         self.num_projections = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),
@@ -58,7 +68,7 @@ class FeedForward(nn.Module):
         """x [S', B, D] -> [S', B, D]."""
         hidden = self.fc1(enter_tp(x_SBD, self.ctx, self.sequence_parallel))
         hidden = hidden.unflatten(-1, (self.num_projections, -1))
-        return self.fc2(activate(hidden, self.activation, **self.activation_options))
+        return self.fc2(self.activate(hidden))
 
 
 class SharedExpert(nn.Module):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import ModelConfig
-from megatron_moe.model.core_attention import AttentionSettings, CoreAttention
+from megatron_moe.model.core_attention import AttentionSettings, Cache, CoreAttention
 from megatron_moe.model.norm import Norm
+from megatron_moe.model.recompute import recomputed, without_keeping
 from megatron_moe.model.rotary import Rotary, yarn_mscale
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import ColumnParallelLinear, ReplicatedLinear, enter_tp
@@ -42,7 +43,7 @@ class LatentAttention(CoreAttention):
         value, rope = config.v_head_dim, config.qk_pos_emb_head_dim
         super().__init__(config, ctx, dtype, settings, scale=softmax_scale(config), value_channels=value)
         self.key_channels, self.rope_channels, self.value_channels = config.qk_head_dim, rope, value
-        self.kv_rank = config.kv_lora_rank
+        self.kv_rank, self.recompute_up = config.kv_lora_rank, settings.recompute_up_projection
         heads, query = config.num_attention_heads, config.qk_head_dim + rope
         common = {"initial": Initial("normal", config.init_method_std), "queue": settings.queue}
 
@@ -72,27 +73,60 @@ class LatentAttention(CoreAttention):
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D], normalised rows of the residual stream -> [S', B, D]."""
-        q_SBHC = self._queries(x_SBD).unflatten(-1, (-1, self.key_channels + self.rope_channels))
-        q_SBHN, q_SBHR = q_SBHC.split([self.key_channels, self.rope_channels], -1)
+        q_SBX = self._query_source(x_SBD)
         latent_SBL, k_SBR = self.kv_down(x_SBD).split([self.kv_rank, self.rope_channels], -1)
         if self.kv_down_norm is not None:
             latent_SBL = self.kv_down_norm(latent_SBL)
-        gathered = enter_tp(torch.cat([latent_SBL, k_SBR], -1), self.ctx, self.sequence_parallel)
-        latent_SBL, k_SBR = gathered.split([self.kv_rank, self.rope_channels], -1)
-        k_SB1R = k_SBR.unsqueeze(2)
+        latent_SBC = enter_tp(torch.cat([latent_SBL, k_SBR], -1), self.ctx, self.sequence_parallel)
+        tables: tuple[Tensor, Tensor] | None = None
         if self.rotary is not None:
             tables = self.rotary.tables(tokens.context(tokens.positions_SB), x_SBD.dtype)
-            q_SBHR, k_SB1R = self.rotary.rotate(q_SBHR, tables), self.rotary.rotate(k_SB1R, tables)
         if self.cache is not None:
-            (latents_SBC,) = self.cache.extend(torch.cat([latent_SBL, k_SB1R.squeeze(2)], -1))
-            if len(x_SBD) == 1:
-                return self._absorbed(q_SBHN, q_SBHR, latents_SBC, tokens)
-            latent_SBL, k_SB1R = latents_SBC[..., : self.kv_rank], latents_SBC[..., None, self.kv_rank :]
+            return self._after_others(*self._rotated(q_SBX, latent_SBC, tables), tokens, self.cache)
+
+        def heads(q_SBX: Tensor, latent_SBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._heads(*self._rotated(q_SBX, latent_SBC, tables))
+
+        def attended(q_SBX: Tensor, latent_SBC: Tensor) -> Tensor:
+            return self.core(*heads(q_SBX, latent_SBC), tokens)
+
+        if self.recompute_up and self.recompute_core:  # together: queries, keys and values are not even inputs
+            return self.output(recomputed(attended, q_SBX, latent_SBC).flatten(2))
+        if self.recompute_up:
+            return without_keeping(heads, lambda q, k, v: self.attend(q, k, v, tokens), q_SBX, latent_SBC)
+        return self.attend(*heads(q_SBX, latent_SBC), tokens)
+
+    def _rotated(
+        self, q_SBX: Tensor, latent_SBC: Tensor, tables: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries in two parts [S, B, H, N], [S, B, H, R]; latents [S, B, L]; the key's rotated part [S, B, 1, R]."""
+        q_SBA = q_SBX if self.query_down is None else self.query_up(q_SBX)
+        q_SBHC = q_SBA.unflatten(-1, (-1, self.key_channels + self.rope_channels))
+        q_SBHN, q_SBHR = q_SBHC.split([self.key_channels, self.rope_channels], -1)
+        latent_SBL, k_SBR = latent_SBC.split([self.kv_rank, self.rope_channels], -1)
+        k_SB1R = k_SBR.unsqueeze(2)
+        if self.rotary is not None and tables is not None:
+            q_SBHR, k_SB1R = self.rotary.rotate(q_SBHR, tables), self.rotary.rotate(k_SB1R, tables)
+        return q_SBHN, q_SBHR, latent_SBL, k_SB1R
+
+    def _heads(
+        self, q_SBHN: Tensor, q_SBHR: Tensor, latent_SBL: Tensor, k_SB1R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads."""
         kv_SBHC = self.kv_up(latent_SBL).unflatten(-1, (-1, self.key_channels + self.value_channels))
         k_SBHN, v_SBHO = kv_SBHC.split([self.key_channels, self.value_channels], -1)
         k_SBHR = k_SB1R.expand(-1, -1, k_SBHN.shape[2], -1)
-        q_SBHC, k_SBHC = torch.cat([q_SBHN, q_SBHR], -1), torch.cat([k_SBHN, k_SBHR], -1)
-        return self.attend(q_SBHC, k_SBHC, v_SBHO, tokens)
+        return torch.cat([q_SBHN, q_SBHR], -1), torch.cat([k_SBHN, k_SBHR], -1), v_SBHO
+
+    def _after_others(
+        self, q_SBHN: Tensor, q_SBHR: Tensor, latent_SBL: Tensor, k_SB1R: Tensor, tokens: TokenBatch, cache: Cache
+    ) -> Tensor:
+        """In generation: tokens that see those of earlier calls."""
+        (latents_SBC,) = cache.extend(torch.cat([latent_SBL, k_SB1R.squeeze(2)], -1))
+        if len(q_SBHN) == 1:
+            return self._absorbed(q_SBHN, q_SBHR, latents_SBC, tokens)
+        latent_SBL, k_SB1R = latents_SBC[..., : self.kv_rank], latents_SBC[..., None, self.kv_rank :]
+        return self.attend(*self._heads(q_SBHN, q_SBHR, latent_SBL, k_SB1R), tokens)
 
     def _absorbed(self, q_1BHN: Tensor, q_1BHR: Tensor, latents_SBC: Tensor, tokens: TokenBatch) -> Tensor:
         """The same of one query and latents [S, B, L + R] of all tokens, which are the keys and values of one head."""
@@ -103,12 +137,12 @@ class LatentAttention(CoreAttention):
         y_1BHL = self.core(torch.cat([q_1BHL, q_1BHR], -1), keys_SB1C, keys_SB1C[..., : self.kv_rank], tokens)
         return self.output(torch.einsum("sbhl,hol->sbho", y_1BHL, up_HOL).flatten(2))
 
-    def _queries(self, x_SBD: Tensor) -> Tensor:
-        """[S, B, rows of this rank's heads], from x or from its latent."""
+    def _query_source(self, x_SBD: Tensor) -> Tensor:
+        """What queries are made of: their latent [S, B, Q], or, without one, themselves [S, B, rows of the heads]."""
         if self.query_down is None:
             assert self.query is not None
             return self.query(enter_tp(x_SBD, self.ctx, self.sequence_parallel))
         latent_SBQ = self.query_down(x_SBD)
         if self.query_down_norm is not None:
             latent_SBQ = self.query_down_norm(latent_SBQ)
-        return self.query_up(enter_tp(latent_SBQ, self.ctx, self.sequence_parallel))
+        return enter_tp(latent_SBQ, self.ctx, self.sequence_parallel)

@@ -32,6 +32,7 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon = config.norm_epsilon if epsilon is None else epsilon
         self.kernels = choose(config.kernels, ctx.device, dtype)["norm"]
+        self.normalise = functions("norm", self.kernels).normalise
 
         def vector(value: float) -> ShardSpec:
             return ShardSpec((size,), partial_tp=partial_tp, initial=Initial("constant", value), decay=False)
@@ -41,7 +42,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
-        return functions("norm", self.kernels).normalise(x, self.weight, self.bias, self.epsilon)
+        return self.normalise(x, self.weight, self.bias, self.epsilon)
 
 
 class ProjectionNorm(nn.Module):

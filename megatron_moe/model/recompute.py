@@ -4,7 +4,8 @@
     core_attn   scores, softmax and weighted values (not the projections) keep query, key and value
     mlp, moe    the feed-forward keeps the layer's residual stream; its norm, dispatch and shared expert go along
     shared_experts   the shared expert keeps its input
-    norm        whoever saves a norm's output saves a note to compute it again from the residual stream
+    layernorm   whoever saves the output of one of the layer's two norms saves a note to compute it again
+    mla_up_proj the same for queries, keys and values of latent attention, computed again from the latents
 
 No random state is kept: random numbers are counter-based. Routing decisions are replayed (``moe/replay.py``).
 """
@@ -40,55 +41,57 @@ def recomputed(function: Callable[..., Tensor], *inputs: object) -> Tensor:
 
 
 class _Note(NamedTuple):
-    """In place of a saved tensor: a view of the output that is computed again."""
+    """In place of a saved tensor: a view of one of the outputs that are computed again."""
 
-    output: "_ForgottenOutput"
+    outputs: "_ForgottenOutputs"
+    index: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
 
-class _ForgottenOutput:
-    """A function's output as its users' backward passes see it: computed again at first need, for all of them."""
+class _ForgottenOutputs:
+    """A function's outputs as its users' backward passes see it: computed again at first need, for all of them."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self._function, self._x = function, x
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...]) -> None:
+        self._function, self._inputs = function, inputs
         self._num_notes = self._num_read = 0
-        self._again: Tensor | None = None
+        self._again: tuple[Tensor, ...] | None = None
 
-    def note(self, saved: Tensor) -> _Note:
+    def note(self, index: int, saved: Tensor) -> _Note:
         self._num_notes += 1
-        return _Note(self, saved.size(), saved.stride(), saved.storage_offset())
+        return _Note(self, index, saved.size(), saved.stride(), saved.storage_offset())
 
     def read(self, note: _Note) -> Tensor:
         if self._again is None:
             with torch.no_grad():
-                self._again = self._function(self._x)
-        view = self._again.as_strided(note.size, note.stride, note.offset)
+                self._again = self._function(*self._inputs)
+        view = self._again[note.index].as_strided(note.size, note.stride, note.offset)
         self._num_read += 1
         if self._num_read == self._num_notes:
             self._num_read, self._again = 0, None
         return view
 
 
-def without_keeping(norm: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``use(norm(x))``, where no backward pass inside ``use`` keeps the norm's output: it is computed again from ``x``.
+def without_keeping(function: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``use(*function(*inputs))``, where no backward pass inside ``use`` keeps an output of the function.
 
     Args:
-        norm: cheap, and keeps its input for its own backward pass.
-        use: whatever it saves of the norm's output, views included, is forgotten; all else is kept.
+        function: cheap, and its inputs are kept anyway. Computed again when the first of its outputs is needed.
+        use: whatever it saves of those outputs, views included, is forgotten; all else is kept.
     """
     if not torch.is_grad_enabled():
-        return use(norm(x))
-    y, forgotten = norm(x), _ForgottenOutput(norm, x.detach())
-    dtype, storage = y.dtype, StorageWeakRef(y.untyped_storage())  # hooks live on: they must not hold y itself
+        return use(*function(*inputs))
+    outputs, forgotten = function(*inputs), _ForgottenOutputs(function, tuple(x.detach() for x in inputs))
+    # Hooks live on: they must not hold the outputs themselves.
+    known = [(y.dtype, StorageWeakRef(y.untyped_storage())) for y in outputs]
 
     def pack(saved: Tensor) -> Tensor | _Note:
-        same = saved.dtype == dtype and StorageWeakRef(saved.untyped_storage()) == storage
-        return forgotten.note(saved) if same else saved
+        this = saved.dtype, StorageWeakRef(saved.untyped_storage())
+        return forgotten.note(known.index(this), saved) if this in known else saved
 
     def unpack(kept: Any) -> Tensor:
-        return kept.output.read(kept) if isinstance(kept, _Note) else kept
+        return kept.outputs.read(kept) if isinstance(kept, _Note) else kept
 
     with saved_tensors_hooks(pack, unpack):
-        return use(y)
+        return use(*outputs)

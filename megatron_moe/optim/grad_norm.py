@@ -16,12 +16,13 @@ from megatron_moe.parallel.context import ParallelContext
 
 def squared_sums(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     """[] float64: this rank's share of the squared norm."""
-    counted = [p for p in pieces if not p.parameter.spec.copy]
-    if not counted:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm([p.grad for p in counted])).double()
-    replicas = torch.tensor([p.replicas for p in counted], dtype=torch.float64, device=device)
-    return (norms.square() / replicas).sum()
+    total, by_replicas = torch.zeros((), dtype=torch.float64, device=device), dict[int, list[Tensor]]()
+    for piece in pieces:
+        if not piece.parameter.spec.copy:
+            by_replicas.setdefault(piece.replicas, []).append(piece.grad)
+    for replicas, grads in by_replicas.items():  # numbers of the host stay there: to send them would be to wait
+        total += torch.stack(torch._foreach_norm(grads)).double().square().sum() / replicas
+    return total
 
 
 def gradient_norm(pieces: Sequence[Piece], ctx: ParallelContext) -> float:

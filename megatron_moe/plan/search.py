@@ -25,8 +25,8 @@ DRY_RUNS = 14  # at most, however few fit
 ROOM = 0.95  # of a device; the rest is for the communication library's buffers and the allocator's fragments
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "none": {"recompute_granularity": None},
-    "norm": {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
-    "moe, norm": {"recompute_granularity": "selective", "recompute_modules": ("moe", "norm")},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    "moe, layernorm": {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")},
     "full": {"recompute_granularity": "full"},
 }
 _SCHEDULES = (

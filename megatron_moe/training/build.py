@@ -11,6 +11,7 @@ import torch
 
 from megatron_moe.config.schema import Config
 from megatron_moe.kernels.selection import choose
+from megatron_moe.model.compiled import compile_parts
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.flops import ForwardFlops
 from megatron_moe.moe.gate import Gate
@@ -117,6 +118,8 @@ def build_machine(config: Config, ctx: ParallelContext) -> Machine:
             embedding=first.module.embedding if first is not None else None,  # type: ignore[arg-type]
             queue=queue,
         )
+        if training.torch_compile != "none" and ctx.device.type != "meta":  # a dry run has nothing to compile
+            compile_parts(module, training.torch_compile)
         reducer = GradientReducer(module.units(), ctx, parallel.data_parallel_sharding_strategy)
         if reducer.sharding.parameters:
             module.use_sharded_weights(reducer.units)

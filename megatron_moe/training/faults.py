@@ -21,6 +21,7 @@ from megatron_moe.config.schema import Config
 from megatron_moe.moe.gate import Gate
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.training.agreement import largest
 
 WINDOW, FEWEST = 64, 8  # steps whose median a spike stands out from; how many there must be
 MOST_IN_A_ROW = 10
@@ -53,8 +54,8 @@ class FaultGuard:
     def accept(self, loss: float, grad_norm: float) -> bool:
         """Whether a step counts, the same on every rank; ``fault`` says why it does not."""
         found = self._judge(loss, grad_norm)
-        code = torch.tensor(ACTIONS.index(found.action) if found else 0, device=self._ctx.device)
-        action = ACTIONS[int(collectives.max_(code, self._ctx.world))]
+        (code,) = largest([ACTIONS.index(found.action) if found else 0], self._ctx.world, self._ctx.device)
+        action = ACTIONS[code]
         self.fault = None
         if action != "none":
             self.fault = Fault(found.reason if found else "a fault by the numbers of another rank", action)

@@ -12,12 +12,10 @@ import time
 from dataclasses import dataclass
 from types import FrameType
 
-import torch
-
 from megatron_moe.checkpoint import CheckpointError
 from megatron_moe.config.schema import Config
-from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
+from megatron_moe.training.agreement import largest
 from megatron_moe.training.checkpointing import Saver
 
 
@@ -52,8 +50,8 @@ class StepEdge:
         now = time.monotonic()
         late = self._end is not None and now > self._end
         due = self._between is not None and now > self._saved + self._between
-        flags = torch.tensor([self._signal, int(late), int(due), int(self._saver.failed)], device=self._ctx.device)
-        number, late, due, failed = collectives.max_(flags, self._ctx.world).tolist()
+        flags = [self._signal, int(late), int(due), int(self._saver.failed)]
+        number, late, due, failed = largest(flags, self._ctx.world, self._ctx.device)
         if failed:
             self._saver.wait()
             raise CheckpointError("Another rank could not finish a checkpoint; its own message says why.")

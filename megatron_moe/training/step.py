@@ -17,6 +17,7 @@ from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.grad_norm import clip, gradient_norm
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.tokens import SequenceLayout, StepInfo, TokenBatch
+from megatron_moe.training.agreement import summed
 from megatron_moe.training.build import Machine
 
 
@@ -37,8 +38,7 @@ def token_batches(batches: Sequence[Batch], machine: Machine, iteration: int, *,
     """Micro-batches for the model, with the token counts of the global batch."""
     loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
     routed_tokens = sum(float((~batch.padding_mask).sum()) for batch in batches)
-    counts = torch.tensor([loss_tokens, routed_tokens], dtype=torch.float64, device=machine.ctx.device)
-    num_loss, num_routed = collectives.sum_(counts, machine.ctx.dp).tolist()
+    num_loss, num_routed = summed([loss_tokens, routed_tokens], machine.ctx.dp, machine.ctx.device)
     step = StepInfo(machine.config.training.seed, iteration, training, max(num_loss, 1.0), max(num_routed, 1.0))
     attend_within = machine.config.data.reset_attention_mask
     return [_token_batch(b, i, machine.layout, step, attend_within) for i, b in enumerate(batches)]

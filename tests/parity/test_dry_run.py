@@ -25,7 +25,7 @@ SUITE = {  # every axis, collective and way of sharing weights, and four layouts
     "pp=2,tp=2,ep=2,schedule=dualpipe-v": {"moe_router_enable_expert_bias": True},
     "tp=2,cp=2,dp=2,ep=4,etp=2,dispatcher=allgather": {
         "recompute_granularity": "selective",
-        "recompute_modules": ("moe", "core_attn", "norm"),
+        "recompute_modules": ("moe", "core_attn", "layernorm"),
     },
 }
 
@@ -40,7 +40,7 @@ def test_a_dry_rank_counts_what_a_real_one_counts(text: str, ranks: RankPool) ->
 @pytest.mark.parametrize("feature, params_dtype", [("full", "float32"), ("selective", "bfloat16")])
 def test_the_peak_is_what_the_allocator_hands_out(feature: str, params_dtype: str) -> None:
     """By torch's profiler, which sees every allocation and shares nothing with the dry run."""
-    modules = ("moe", "core_attn", "norm") if feature == "selective" else ()
+    modules = ("moe", "core_attn", "layernorm") if feature == "selective" else ()
     others = {"recompute_granularity": feature, "recompute_modules": modules, "params_dtype": params_dtype}
     if params_dtype == "bfloat16":  # wider products of bfloat16 have room of their own inside a CPU's kernels
         others |= {"hidden_size": 128, "seq_length": 64, "moe_ffn_hidden_size": 16, "ffn_hidden_size": 48}

@@ -22,6 +22,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "latent": {
         **LATENT,
         **PACKED,
+        "recompute_granularity": "selective",
+        "recompute_modules": ("mla_up_proj",),
         "q_lora_rank": 12,
         "qk_layernorm": True,
         "add_qkv_bias": True,
@@ -35,7 +37,7 @@ PARTS: dict[str, dict[str, Any]] = {
         **LATENT,
         "num_experts": None,
         "recompute_granularity": "selective",
-        "recompute_modules": ("core_attn", "norm"),
+        "recompute_modules": ("core_attn", "layernorm", "mla_up_proj"),
     },
     "gpt-oss": {
         **PACKED,

@@ -17,9 +17,12 @@ from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
+from megatron_moe.pipeline.actions import Kind
+from megatron_moe.plan.rank import trace_rank
 from megatron_moe.training.build import Machine, build_machine
 from megatron_moe.training.step import train_step
 from tests.helpers.ranks import MAX_RANKS, RankPool
+from tests.parity.factors import LATENT
 from tests.parity.harness import BASE, Trace, _groups, batches, differences, layout, make_groups, trace, vary
 
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_z_loss_coeff": 0.01}
@@ -38,10 +41,10 @@ def reference(ranks: RankPool) -> Trace:
     ("text", "recompute"),
     [
         ("dp=1,mbs=4", {"recompute_granularity": "full"}),
-        ("dp=1,mbs=4", selective("core_attn", "mlp", "moe", "norm")),
+        ("dp=1,mbs=4", selective("core_attn", "mlp", "moe", "layernorm")),
         ("tp=2,ep=2,cp=2,mbs=4", {"recompute_granularity": "full"}),
-        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("core_attn", "mlp", "moe", "norm")),
-        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("norm", "shared_experts")),
+        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("core_attn", "mlp", "moe", "layernorm")),
+        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("layernorm", "shared_experts")),
     ],
 )
 def test_same_curve(text: str, recompute: dict[str, Any], reference: Trace, ranks: RankPool) -> None:
@@ -71,7 +74,7 @@ PARTS = ("attention_norm", "attention.query", "feed_forward", "moe", "moe.gate",
         (selective("moe"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("moe", "shared_experts"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("shared_experts"), {"moe.shared_expert.feed_forward"}),
-        (selective("norm"), {"attention_norm"}),
+        (selective("layernorm"), {"attention_norm"}),
     ],
 )
 def test_only_what_was_named_runs_twice(recompute: dict[str, Any], twice: set[str]) -> None:
@@ -97,8 +100,8 @@ def test_norm_output_is_not_kept() -> None:
     weight = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     kept: list[weakref.ref[torch.Tensor]] = []
 
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (8,))
+    def norm(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.rms_norm(x, (8,)),)
 
     def use(h: torch.Tensor) -> torch.Tensor:
         kept.append(weakref.ref(h))
@@ -107,8 +110,21 @@ def test_norm_output_is_not_kept() -> None:
     y = without_keeping(norm, use, x)
     assert kept.pop()() is None
     found = torch.autograd.grad(y.sum(), [x, weight])
-    for a, b in zip(found, torch.autograd.grad(use(norm(x)).sum(), [x, weight]), strict=True):
+    for a, b in zip(found, torch.autograd.grad(use(*norm(x)).sum(), [x, weight]), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("core", [(), ("core_attn",)])
+@pytest.mark.parametrize("queries", [{}, {"q_lora_rank": 10}])
+def test_latents_are_kept_in_place_of_heads(core: tuple[str, ...], queries: dict[str, int]) -> None:
+    def kept(*modules: str) -> int:
+        recompute = selective(*modules) if modules else {}
+        config = vary(BASE, **LATENT, **queries, **recompute, num_experts=None, num_layers=2, micro_batch_size=2)
+        return trace_rank(normalise(config, 1)[0], 1, 0).costs[Kind.F, 0, "last"].kept
+
+    heads, key, value, tokens = 4, 12, 6, 2 * 16 * 2  # of both layers
+    forgotten = heads * (key * (2 if queries else 1) + value) * 8 * tokens
+    assert kept(*core) - kept(*core, "mla_up_proj") >= forgotten
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ _NAMES_BY_RANGE = {
     "[0": """
         glu_linear_offset window_size mscale mscale_all_dim mtp_loss_scaling_factor
         moe_first_dense_layers num_workers lr_warmup_iters lr_warmup_samples rampup_batch_size seed
+        cpu_offloading_num_layers min_offloaded_tensor_size
         eval_interval ckpt_step lr min_lr lr_warmup_init weight_decay clip_grad moe_router_bias_update_rate
         moe_aux_loss_coeff moe_z_loss_coeff
         """,

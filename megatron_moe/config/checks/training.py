@@ -11,8 +11,10 @@ from megatron_moe.config.checks.support import (
     typed,
 )
 from megatron_moe.config.schema import Config
+from megatron_moe.config.settings import settings
 
-RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "norm")
+_MIN_OFFLOADED = settings()["min_offloaded_tensor_size"].default
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
 
 
 def micro_batches_fill_global_batch(config: Config, world_size: int) -> Iterator[str]:
@@ -139,6 +141,33 @@ def recomputation_is_known(config: Config, world_size: int) -> Iterator[str]:
             f"{typed(config, 'recompute_modules')} is not a list of modules to recompute; "
             f"name one or more of {', '.join(RECOMPUTABLE)}."
         )
+    if "mla_up_proj" in training.recompute_modules and not config.model.multi_latent_attention:
+        yield (
+            f"{typed(config, 'recompute_modules')} names mla_up_proj, which is there with --multi-latent-attention "
+            "only; add that, or leave it out."
+        )
+
+
+def offloaded_layers_exist(config: Config, world_size: int) -> Iterator[str]:
+    """No more layers are offloaded than there are, and tensors are moved only if there are any."""
+    training, flag = config.training, typed(config, "cpu_offloading_num_layers")
+    if training.cpu_offloading_num_layers > config.model.num_layers:
+        yield f"{flag} is more than {typed(config, 'num_layers')}; use at most {config.model.num_layers}."
+    if not training.cpu_offloading_num_layers and training.min_offloaded_tensor_size != _MIN_OFFLOADED:
+        yield (
+            f"{typed(config, 'min_offloaded_tensor_size')} is read with --cpu-offloading-num-layers only; add that, or "
+            "leave it out."
+        )
+
+
+def offloading_meets_no_recomputation(config: Config, world_size: int) -> Iterator[str]:
+    """What is computed again is not kept, and what a recomputed region keeps is no saved tensor that could move."""
+    training = config.training
+    if training.cpu_offloading_num_layers and training.recompute_granularity is not None:
+        yield (
+            f"{typed(config, 'cpu_offloading_num_layers')} moves saved activations to the host, and "
+            f"{typed(config, 'recompute_granularity')} does not save them; leave one of them out."
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -150,6 +179,8 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_decay,
     learning_rates_are_ordered,
     recomputation_is_known,
+    offloaded_layers_exist,
+    offloading_meets_no_recomputation,
 )
 
 

@@ -61,7 +61,22 @@ class TrainingConfig:
     )
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
-        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, shared_experts, norm.",
+        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, shared_experts, layernorm, "
+        "mla_up_proj.",
+    )
+    cpu_offloading_num_layers: int = flag(
+        0,
+        "Keep what the first so many layers of each pipeline stage save for the backward pass in host memory; copies "
+        "run beside the computation.",
+    )
+    min_offloaded_tensor_size: int = flag(
+        1024 * 1024, "Elements of the smallest tensor that --cpu-offloading-num-layers moves."
+    )
+    torch_compile: str = flag(
+        "none",
+        "Compile the parts of a block between its matrix products with torch.compile: into kernels (inductor; needs a "
+        "C++ compiler), or traced and run operation by operation, to look for faults (aot_eager).",
+        choices=("none", "inductor", "aot_eager"),
     )
     eval_interval: int = flag(1000, "Iterations between evaluations; 0 for none.")
     eval_iters: int = flag(10, "Global batches per evaluation.")
