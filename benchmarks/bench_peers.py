@@ -156,6 +156,7 @@ def summary(case: str, outcomes: Mapping[Entry, list[Outcome]], limit: float) ->
             line["tokens/s"] = round(rate[entry])
             line["share of products"] = round(rate[entry] * FLOPS_PER_TOKEN / 1e9 / limit, 2)
             line["MiB per rank"] = round(peak[entry])
+            line["CPU s per rank"] = round(statistics.median(o["cpu_seconds"] for o in found), 2)
             line["quiet steps"] = f"{sum(o['quiet'] for o in found)} of {sum(o['total'] for o in found)}"
         if found and entry != ours and ours in rate:
             line["speed: ours / peer"] = round(rate[ours] / rate[entry], 2)
