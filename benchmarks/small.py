@@ -77,9 +77,10 @@ def report(step: Callable[[], Any], tokens: int, arguments: argparse.Namespace, 
 
 
 def machine_gflops(processes: int) -> float:
-    """Rate of the largest expert product with the threads of all processes, the others waiting.
+    """Rate of the largest expert product with the threads of all processes, while the others wait.
 
-    Measured by one process: cores that share arithmetic units (SMT) are together slower than the sum of each alone.
+    One process measures, so that the limit is the same under every layout: processes that measure for themselves do
+    not do so at the same time, and where cores share arithmetic units their rates do not add up.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(threads * processes)
