@@ -97,17 +97,23 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def product_gflops(rows: int, inner: int, columns: int, seconds: float = 0.5) -> float:
-    """Rate of ``[rows, inner] x [inner, columns]`` in float32 with the threads of this process: the machine's limit."""
-    a, b, out = torch.randn(rows, inner), torch.randn(columns, inner).T, torch.empty(rows, columns)
+def product_gflops(
+    rows: int, inner: int, columns: int, seconds: float = 0.5, layout: str = "nt", batch: int = 1
+) -> float:
+    """Rate of ``batch`` products [rows, inner] x [inner, columns] in float32 with the threads of this process.
+
+    ``layout`` is BLAS's: "t" for an operand that lies transposed in memory, "n" for one that does not. "nt" is a linear
+    layer's forward pass, "nn" its input's gradient, "tn" its weight's.
+    """
+    a, b = _operand(batch, rows, inner, layout[0]), _operand(batch, inner, columns, layout[1])
     for _ in range(3):
-        torch.mm(a, b, out=out)
+        out = torch.matmul(a, b)
     times, stop = [], time.perf_counter() + seconds
     while time.perf_counter() < stop:
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
+        torch.matmul(a, b, out=out)
         times.append(time.perf_counter() - start)
-    return 2 * rows * inner * columns / statistics.median(times) / 1e9
+    return 2 * batch * rows * inner * columns / statistics.median(times) / 1e9
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -120,6 +126,12 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 def as_json(timing: Timing, **more: Any) -> str:
     """One line for other programs."""
     return json.dumps(more | {k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(timing).items()})
+
+
+def _operand(batch: int, rows: int, columns: int, kind: str) -> torch.Tensor:
+    """Random matrices [batch, rows, columns], without the batch where it is one."""
+    made = torch.randn(batch, columns, rows).transpose(1, 2) if kind == "t" else torch.randn(batch, rows, columns)
+    return made[0] if batch == 1 else made
 
 
 def _barrier(world: int) -> None:
