@@ -187,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until a run is given up")
     parser.add_argument("--peers-keep-memory", action="store_true", help="tune malloc for the peers as we do for us")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that ``finish`` ends what it started
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"--cases: {', '.join(sorted(unknown))} is none of {', '.join(CASES)}")
     # Not resolved: an environment's python is a link, and where it lies says which environment is meant.
