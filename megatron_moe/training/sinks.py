@@ -106,7 +106,12 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardSink:
-    """Writes scalars to TensorBoard event files; the configuration as text."""
+    """Writes scalars to TensorBoard event files; the configuration as text.
+
+    A thread of TensorBoard's writes, at most so many seconds later; a step never waits for the disk.
+    """
+
+    _FLUSH_SECONDS, _QUEUE = 10, 1_000_000  # events; a queue that is full would make a step wait
 
     def __init__(self, log_dir: str | Path, config: Mapping[str, Any], start_iteration: int) -> None:
         try:
@@ -115,7 +120,9 @@ class TensorBoardSink:
             raise ValueError(_missing("--tensorboard-dir", "tensorboard")) from error
         # TensorBoard hides earlier events of the iterations that are about to be written again.
         purge_step = start_iteration + 1 if start_iteration else None
-        self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
+        self._writer = SummaryWriter(
+            str(log_dir), purge_step=purge_step, max_queue=self._QUEUE, flush_secs=self._FLUSH_SECONDS
+        )
         shown = json.dumps(config, indent=2, default=str)
         self._writer.add_text("config", f"```json\n{shown}\n```", start_iteration)
 
@@ -123,7 +130,6 @@ class TensorBoardSink:
         """Add the record's scalars at its iteration."""
         for tag, value in scalars(record):
             self._writer.add_scalar(tag, value, record["iteration"])
-        self._writer.flush()
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -1,6 +1,8 @@
 """Micro-batches and the loader that reads them ahead."""
 
 import threading
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -93,6 +95,41 @@ def test_steps_come_in_order_and_restart_anywhere(num_workers: int) -> None:
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(next(resumed), steps[3], strict=True))
     resumed.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_slow_disk_is_read_while_the_step_computes(num_workers: int) -> None:
+    """By the order of events: when a step asks for its batch, all of it has been read during the steps before."""
+
+    class Slow:
+        name = "train/slow"
+
+        def __init__(self) -> None:
+            self.read = Counter[int]()
+            self.changed = threading.Condition()
+
+        def __getitem__(self, sample_id: int) -> np.ndarray:
+            time.sleep(0.005)
+            with self.changed:
+                self.read[sample_id] += 1
+                self.changed.notify_all()
+            return np.zeros(5, dtype=np.int64)
+
+        def have_been_read(self, last: int) -> bool:
+            with self.changed:
+                return self.changed.wait_for(
+                    lambda: set(range(last)) <= set(self.read), timeout=5 if num_workers else 0
+                )
+
+    source, stride = Slow(), 8
+    steps = loader(source, num_workers).steps(8)  # past the growth of the batch: 8 samples a step
+    source.read.update(range(8))
+    for step in range(1, 6):
+        next(steps)
+        computing_while = source.have_been_read(8 + (step + 2) * stride)  # this step's, and those of the next two
+        assert computing_while == (num_workers > 0)
+    steps.close()
+    assert max(source.read.values()) == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,31 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     assert losses == [(1, pytest.approx(4.9)), (2, pytest.approx(4.8))]
     assert [event.step for event in events.Scalars("evaluation/valid_loss")] == [2]
     assert b"1234" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_step_does_not_wait_for_tensorboards_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    disk, told = threading.Event(), threading.Event()
+    write = RecordWriter.write
+
+    def stuck(writer: RecordWriter, data: bytes) -> None:
+        assert disk.wait(60)
+        write(writer, data)
+
+    sink = TensorBoardSink(tmp_path, {}, start_iteration=0)
+    monkeypatch.setattr(RecordWriter, "write", stuck)
+
+    def steps() -> None:
+        for iteration in range(1, 40):  # more events than TensorBoard's own queue takes
+            sink.write(train_record(iteration))
+        told.set()
+
+    threading.Thread(target=steps, daemon=True).start()
+    ran_on = told.wait(20)
+    disk.set()
+    sink.close()
+    assert ran_on
 
 
 def test_wandb_offline_writes_a_run_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
