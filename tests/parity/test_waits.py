@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ep": ("tp=2,ep=2,mbs=4", {**FUSED, "moe_router_enable_expert_bias": True}),
     "deduplicated": ("dp=2,ep=2,mbs=4", {"moe_dispatch_deduplicate": True, "add_bias_linear": True}),
     "gathered": ("dp=2,ep=2,mbs=4,zero=3,dispatcher=allgather", {}),
+    "in parts": ("dp=2,ep=2,mbs=4,overlap=2", {}),
     "pipeline": ("cp=2,pp=2,schedule=zb-h1,mbs=4,cp_comm=p2p", {**DOCUMENTS, "mtp_num_layers": 1}),
 }
 
