@@ -105,16 +105,23 @@ class TorchDistFolder:
             raise ConversionError(f"{self.path} lacks {', '.join(sorted(missing))}, which {METADATA} names.")
 
     def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
-        """A tensor, or its part at an index into the first dimensions, put together from its chunks."""
+        """A tensor, or its part at an index into the first dimensions, put together from its chunks.
+
+        Raises:
+            ConversionError: the chunks are damaged, or leave a part of the tensor out.
+        """
         described = self.tensors[name]
         fixed = len(index)
-        part = torch.empty(described.shape[fixed:], dtype=described.dtype)
+        part, num_read = torch.empty(described.shape[fixed:], dtype=described.dtype), 0
         for chunk in self._stored[name].chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             if all(o <= i < o + n for i, o, n in zip(index, offsets, sizes, strict=False)):
                 values = self._chunk(name, offsets, sizes)[tuple(i - o for i, o in zip(index, offsets, strict=False))]
                 place = tuple(slice(o, o + n) for o, n in zip(offsets[fixed:], sizes[fixed:], strict=True))
                 part[place] = values
+                num_read += values.numel()
+        if num_read < part.numel():
+            raise ConversionError(f"{self.path}: {METADATA} lacks {part.numel() - num_read:,} numbers of {name}.")
         return part
 
     def arguments(self) -> dict[str, Any]:

@@ -174,7 +174,9 @@ class _Exchange:
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         work = dist.all_to_all_single(received, rows, receive, send, group=self.axis.group, async_op=True)
         self._under_way = (rows, received, work)  # what is sent must live as long
-        return received
+        # Another tensor of the same memory: autograd makes the one that it is given refer to this exchange, and where a
+        # recomputation stops before it waits, that circle would never be freed.
+        return received.data
 
     def wait(self) -> Tensor:
         """The received rows, once they are here."""
@@ -204,7 +206,7 @@ class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, received: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange  # type: ignore[attr-defined]
-        return exchange.wait().view_as(received)
+        return exchange.wait()
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

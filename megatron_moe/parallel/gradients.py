@@ -8,8 +8,9 @@
                                                                                      the next layer's beforehand
 
 Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as
-its last gradient is there and overlaps with the rest of the backward pass. Ranges that cut through parameters are
-boxes in logical coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
+its last gradient is there; one a step overlaps with the rest of the backward pass, one a micro-batch is waited for at
+once, so that no more than one bucket's whole gradients are there. Ranges that cut through parameters are boxes in
+logical coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -170,7 +170,7 @@ class Guesser:
         model, moe = self.base.model, self.base.moe
         row = model.hidden_size * (2 if self.base.training.params_dtype == "bfloat16" else 4)
         copies = moe.moe_router_topk * tokens * row
-        keys = 2 * tokens * sizes.tp * model.query_groups * model.head_channels / model.hidden_size * row / sizes.tp
+        keys = 2 * tokens * model.query_groups * model.head_channels / model.hidden_size * row
         sent = (
             ("tp", "all_gather", 4, 4 * (sizes.tp - 1) * tokens * row),
             ("ep", "all_to_all", 7, 4 * copies * (sizes.ep - 1) / sizes.ep * self._moe_share),

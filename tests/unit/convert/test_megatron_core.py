@@ -138,6 +138,15 @@ def test_damaged_checkpoints_are_refused(theirs: Path, tmp_path: Path, capsys):
     refused("--ckpt-format torch_dist")
 
 
+def test_a_tensor_that_lacks_a_part_is_refused(theirs: Path):
+    """Else its place would hold what was in memory there before."""
+    folder = TorchDistFolder(theirs)
+    name, stored = next((n, s) for n, s in folder._stored.items() if len(getattr(s, "chunks", ())) > 1)
+    stored.chunks.pop()
+    with pytest.raises(ConversionError, match=f"lacks .* numbers of {name}"):
+        folder.read(name)
+
+
 class Bomb:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,5 +1,8 @@
 """Every collective, forward and backward, against plain torch on the tensors of all ranks."""
 
+import gc
+import inspect
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -166,6 +169,23 @@ def plain_on_rank(rank: int, size: int) -> None:
 
 def test_without_autograd(ranks, size):
     on_ranks(ranks, size, plain_on_rank)
+
+
+def abandoned_on_rank(rank: int, size: int) -> bool:
+    """Begin an all-to-all and never ask for its result, as a recomputation does that stops early: is it let go of?"""
+    axis = ParallelContext.create(MeshSizes(tp=size), rank=rank, groups=harness._groups).tp
+    rows = normal(rank, size, D).requires_grad_()
+    finish = collectives.begin_all_to_all(rows, [1] * size, [1] * size, axis)
+    exchange = weakref.ref(inspect.getclosurevars(finish).nonlocals["exchange"])
+    collectives.sum_(torch.zeros(1), axis)  # behind the transfer
+    del finish
+    gc.collect()
+    return exchange() is None
+
+
+def test_an_abandoned_transfer_is_let_go_of(ranks):
+    ranks.run(MAX_RANKS, harness.make_groups, MeshSizes(tp=2))
+    assert ranks.run(2, abandoned_on_rank, 2) == [True, True]
 
 
 def traffic_on_rank(rank: int, size: int) -> dict[tuple[str, str], int]:
