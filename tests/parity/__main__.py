@@ -3,6 +3,7 @@
 python -m tests.parity matrix [first:last]                         the whole matrix, or some of its rows
 python -m tests.parity dry_run [layout ...]                        plans against real runs of the quickstart's model
 python -m tests.parity [field=value ...] -- tp=2,ep=2 pp=2 ...     layouts of your choice
+python -m tests.parity.checkpoints [--size 12]                     every layout's checkpoint into every other
 """
 
 import sys
@@ -69,10 +70,13 @@ def dry_runs_of(layouts: list[str], pool: RankPool) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 on any difference."""
+    """Exit status 1 on any difference, 2 for a command that cannot be read."""
+    if "--" not in arguments and arguments[:1] not in (["matrix"], ["dry_run"]):
+        print(__doc__, file=sys.stderr)
+        return 2
     pool = RankPool()
     try:
-        named = {"matrix": whole_matrix, "dry_run": dry_runs_of}.get(arguments[0]) if arguments else None
+        named = {"matrix": whole_matrix, "dry_run": dry_runs_of}.get(arguments[0])
         return int(bool(named(arguments[1:], pool) if named else some_layouts(arguments, pool)))
     finally:
         pool.stop()
