@@ -86,17 +86,25 @@ def read_config(family: Family, theirs: Mapping[str, Any], ignore: Iterable[str]
         )
     if problems:
         raise ConversionError("\n".join(dict.fromkeys(problems)))
-    return _config(values)
+    return config_of(values, "config.json gives")
 
 
-def _config(values: Mapping[str, Any]) -> Config:
+def config_of(values: Mapping[str, Any], source: str) -> Config:
+    """The configuration with these settings, the others at their defaults.
+
+    Args:
+        source: who gives them, with its verb, for the message.
+
+    Raises:
+        ConversionError: settings that cannot be.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         sections.setdefault(settings()[name].section, {})[name] = value
     try:
         return from_dict(sections)
     except ConfigError as error:
-        raise ConversionError(f"config.json gives settings that cannot be: {error}") from error
+        raise ConversionError(f"{source} settings that cannot be: {error}") from error
 
 
 def carried(family: Family, theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ each either becomes a setting or must have the value at which it does nothing.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_moe.config import ConfigError, from_dict
 from megatron_moe.config.schema import Config
 from megatron_moe.config.settings import flag_of, settings
+from megatron_moe.convert.configuration import config_of
 from megatron_moe.convert.errors import ConversionError
 from megatron_moe.convert.positions import pattern_text
 
@@ -100,13 +100,7 @@ def read_arguments(arguments: Arguments, vocab_size: int | None = None, ignore: 
     values["vocab_size"] = vocab_size or arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if problems:
         raise ConversionError("the checkpoint's arguments: " + "; ".join(problems) + ".")
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        sections.setdefault(settings()[name].section, {})[name] = value
-    try:
-        return from_dict(sections)
-    except ConfigError as error:
-        raise ConversionError(f"the checkpoint's arguments give settings that cannot be: {error}") from error
+    return config_of(values, "the checkpoint's arguments give")
 
 
 def _sizes(arguments: Arguments) -> dict[str, Any]:
