@@ -76,11 +76,6 @@ class Plan:
             "communication": buffers,
         }
 
-    @property
-    def traffic_bytes(self) -> int:
-        """Sent by the traced ranks, one of each pipeline rank, in a step."""
-        return sum(sent for rank in self.ranks for _, sent in rank.traffic.values())
-
     def members(self, pp_rank: int, axis: str) -> tuple[int, ...]:
         """Ranks of the traced rank's group of an axis."""
         if axis == "ends":
