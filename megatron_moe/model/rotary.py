@@ -11,6 +11,7 @@ Scalings for sequences longer than those of the training before:
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +43,34 @@ class Rotary:
 
     def rotate(self, x_SBHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate the first channels of each head."""
-        cos, sin = tables
-        rotated, rest = x_SBHC[..., : self.num_rotated], x_SBHC[..., self.num_rotated :]
-        pairs = rotated.unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
-        first, second = pairs.unbind(-1 if self.interleaved else -2)
-        turned = first * cos - second * sin, second * cos + first * sin
-        rotated = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
-        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+        return _Rotation.apply(x_SBHC, *tables, self.num_rotated, self.interleaved)  # type: ignore[return-value]
+
+
+class _Rotation(torch.autograd.Function):
+    """Keeps the tables alone: the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBHC: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pairs = num_rotated, interleaved
+        return _turned(x_SBHC, cos, sin, num_rotated, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin, *ctx.pairs), None, None, None, None
+
+
+def _turned(x_SBHC: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
+    rotated, rest = x_SBHC[..., :num_rotated], x_SBHC[..., num_rotated:]
+    shape, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    pairs = rotated.unflatten(-1, shape)
+    turned = pairs * cos.unsqueeze(dim)
+    (first, second), (turned_first, turned_second) = pairs.unbind(dim), turned.unbind(dim)
+    turned_first.addcmul_(second, sin, value=-1)
+    turned_second.addcmul_(first, sin)
+    turned = turned.flatten(-2)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def rotary_frequencies(num_rotated: int, config: ModelConfig) -> Tensor:

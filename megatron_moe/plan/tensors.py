@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
+from megatron_moe.kernels.norm import rms_norm
 from megatron_moe.plan.live import replaced
 from megatron_moe.plan.operations import Counted, Operations
 
@@ -77,7 +78,7 @@ class _Functions(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func is F.rms_norm and self.gpu:
+        if func is F.rms_norm:
             return self._norm(*args, **kwargs)
         if name == "__get__" or not any(isinstance(x, Tensor) and x.is_meta for x in args):
             return func(*args, **kwargs)
@@ -106,6 +107,8 @@ class _Functions(TorchFunctionMode):
         return _Attention.apply(query, key, value, lambda times: self._note("attention", times * forward))  # type: ignore[return-value]
 
     def _norm(self, x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Any:
+        if not self.gpu:
+            return rms_norm(x, weight, eps)
         return _RootMeanSquareNorm.apply(x, weight, partial(self._note, "touched"))
 
     def _note(self, kind: str, amount: float) -> None:

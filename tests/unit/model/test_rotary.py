@@ -50,3 +50,10 @@ def test_layouts_are_a_permutation_of_channels() -> None:
     x_SBHC, order = normal(3, 5, 2, 3, 8), torch.arange(8).view(2, 4).T.flatten()
     tables = halves.tables(torch.arange(5).unsqueeze(1).expand(-1, 2), torch.float64)
     torch.testing.assert_close(pairs.rotate(x_SBHC[..., order], tables), halves.rotate(x_SBHC, tables)[..., order])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient_against_finite_differences(interleaved: bool) -> None:
+    rotary = Rotary(12, 0.7, ModelConfig(rotary_interleaved=interleaved), torch.device("cpu"))
+    tables = rotary.tables(torch.arange(3).unsqueeze(1), torch.float64)
+    assert torch.autograd.gradcheck(lambda x: rotary.rotate(x, tables), normal(1, 3, 1, 2, 12).requires_grad_())
