@@ -81,7 +81,7 @@ def configured(arguments: argparse.Namespace) -> Config:
     config = replace(
         saved,
         data=data,
-        moe=replace(saved.moe, moe_overlap_degree=1),  # a token at a time has no parts
+        moe=replace(saved.moe, moe_overlap_degree=1, moe_overlap_attention=False),  # a token at a time has no parts
         parallel=ParallelConfig(**{name: getattr(arguments, name) for name in CUT}),
         training=replace(TrainingConfig(), params_dtype=saved.training.params_dtype),
         checkpoint=CheckpointConfig(),

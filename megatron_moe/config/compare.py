@@ -50,7 +50,7 @@ _EXCEPTIONS = {
         """,
     Agreement.FREE: """
         make_vocab_size_divisible_by kernels moe_token_dispatcher_type moe_dispatch_deduplicate moe_overlap_degree
-        moe_expert_backend num_workers
+        moe_overlap_attention moe_expert_backend num_workers
         """,
 }
 BY_NAME = {name: agreement for agreement, names in _EXCEPTIONS.items() for name in names.split()}

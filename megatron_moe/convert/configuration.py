@@ -28,6 +28,7 @@ _TRAINING_ONLY = frozenset(
         "moe_token_dispatcher_type",
         "moe_dispatch_deduplicate",
         "moe_overlap_degree",
+        "moe_overlap_attention",
         "moe_expert_backend",
         "make_vocab_size_divisible_by",
         "moe_token_drop_policy",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from megatron_moe.model.recompute import recomputed, recomputed_modules, without
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
+from megatron_moe.parallel.turns import Steps, begun, finished
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
@@ -78,30 +82,29 @@ class Block(nn.Module):
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D] -> [S', B, D]."""
         if "full" in self.recomputes:
-            return recomputed(self._forward, x_SBD, tokens)
-        return self._forward(x_SBD, tokens)
+            return recomputed(lambda x_SBD: finished(self.steps(x_SBD, tokens)), x_SBD)
+        return finished(self.steps(x_SBD, tokens))
 
-    def _forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
+    def steps(self, x_SBD: Tensor, tokens: TokenBatch) -> Steps:
+        """The same as a computation that can take turns with others, where no recomputed region is around the MoE."""
         y_SBD = self._behind(self.attention_norm, lambda h_SBD: self.attention(h_SBD, tokens), x_SBD)
         x_SBD = x_SBD + self._drop(y_SBD, tokens, "attention dropout")
-        y_SBD = self._behind(
-            self.feed_forward_norm,
-            lambda h_SBD: self._feed_forward(h_SBD, tokens),
-            x_SBD,
-            recompute=("mlp" if self.moe is None else "moe") in self.recomputes,
-        )
+        y_SBD = yield from self._feed_forward(x_SBD, tokens)
         return x_SBD + self._drop(y_SBD, tokens, "feed-forward dropout")
 
-    def _feed_forward(self, h_SBD: Tensor, tokens: TokenBatch) -> Tensor:
-        if self.moe is not None:
-            return self.moe(h_SBD, tokens)
-        assert self.feed_forward is not None
-        return self.feed_forward(h_SBD)
+    def _feed_forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Steps:
+        moe, dense, norm = self.moe, self.feed_forward, self.feed_forward_norm
+        if moe is None:
+            assert dense is not None
+            if "mlp" in self.recomputes:  # with the norm: its input, the residual stream, is kept anyway
+                return recomputed(lambda x_SBD: dense(norm(x_SBD)), x_SBD)
+            return self._behind(norm, dense, x_SBD)
+        if "moe" in self.recomputes:
+            return recomputed(lambda x_SBD: moe(norm(x_SBD), tokens), x_SBD)
+        return (yield from self._behind(norm, lambda h_SBD: begun(moe.steps(h_SBD, tokens)), x_SBD))
 
-    def _behind(self, norm: Norm, use: Callable[[Tensor], Tensor], x_SBD: Tensor, *, recompute: bool = False) -> Tensor:
-        """``use(norm(x))``, kept, recomputed, or kept but for the norm."""
-        if recompute:  # together: the norm's input, the residual stream, is kept anyway
-            return recomputed(lambda x_SBD: use(norm(x_SBD)), x_SBD)
+    def _behind(self, norm: Norm, use: Callable[[Tensor], T], x_SBD: Tensor) -> T:
+        """``use(norm(x))``, kept, or kept but for the norm."""
         if "layernorm" in self.recomputes:
             return without_keeping(lambda x_SBD: (norm(x_SBD),), use, x_SBD)
         return use(norm(x_SBD))

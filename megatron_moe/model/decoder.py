@@ -38,6 +38,7 @@ from megatron_moe.parallel.sharding import (
     sharded_parameters,
 )
 from megatron_moe.parallel.tokens import TokenBatch
+from megatron_moe.parallel.turns import Steps, in_turns
 from megatron_moe.parallel.vocab import VocabParallelEmbedding, vocab_spec
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
@@ -129,6 +130,9 @@ class Decoder(nn.Module):
         near = self.embedding or embedding or self.embedding_copy
         self._embedding = [near]  # in a list: where it is another stage's it is not registered here
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
+        self.num_parts = config.moe.moe_overlap_degree if config.moe.moe_overlap_attention else 1
+        for parameter in sharded_parameters(self.layers).values():
+            parameter.gradients_per_microbatch *= self.num_parts
         self.mtp = nn.ModuleList(PredictionModule(config, k, ctx, dtype, queue) for k in range(num_mtp))
         self.mtp_scale = model.mtp_loss_scaling_factor / max(num_mtp, 1)
         self.kernels = choose(model.kernels, ctx.device, dtype)
@@ -188,6 +192,9 @@ class Decoder(nn.Module):
             ids_SB = tokens.context(tokens.ids_SB)
             x_SBD = self.embedding(ids_SB)
         assert x_SBD is not None, "a stage without the embedding needs the previous stage's activations"
+        if self.num_parts > 1:
+            parts = zip(x_SBD.chunk(self.num_parts, 1), tokens.parts(self.num_parts), strict=True)
+            return torch.cat(in_turns([self._through_layers(*part) for part in parts]), 1)
         below: OffloadedPass | None = None
         units = zip_longest(self.layers.values(), self._sharded_units[: len(self.layers)])
         for i, (block, unit) in enumerate(units):
@@ -196,6 +203,13 @@ class Decoder(nn.Module):
                 below = OffloadedPass(block, self.mover, below)
                 run = partial(below.run, run)
             x_SBD = with_weights(unit, run, x_SBD)
+        return x_SBD
+
+    def _through_layers(self, x_SBD: Tensor, tokens: TokenBatch) -> Steps:
+        """Some of the samples, in turns with the others."""
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            x_SBD = yield from block.steps(x_SBD, tokens)
         return x_SBD
 
     def units(self) -> list[list[ShardedParameter]]:

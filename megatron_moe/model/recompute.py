@@ -11,7 +11,7 @@ No random state is kept: random numbers are counter-based. Routing decisions are
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_moe.config.schema import TrainingConfig
 from megatron_moe.moe.replay import record_and_replay
+
+T = TypeVar("T")
 
 
 def recomputed_modules(config: TrainingConfig) -> frozenset[str]:
@@ -73,7 +75,7 @@ class _ForgottenOutputs:
         return view
 
 
-def without_keeping(function: Callable[..., tuple[Tensor, ...]], use: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def without_keeping(function: Callable[..., tuple[Tensor, ...]], use: Callable[..., T], *inputs: Tensor) -> T:
     """``use(*function(*inputs))``, where no backward pass inside ``use`` keeps an output of the function.
 
     Args:

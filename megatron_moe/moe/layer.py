@@ -8,7 +8,13 @@ while something else is computed: the shared expert, or, with the tokens in part
 
     part 1   dispatch | experts  | combine
     part 2              dispatch | experts | combine
+
+Where whole samples take turns (``parallel/turns.py``), a layer has one part, and the other samples have the next turn
+while its tokens travel.
 """
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +31,11 @@ from megatron_moe.moe.residual import ResidualCoefficient
 from megatron_moe.moe.routing import flatten, split_tokens
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
+from megatron_moe.parallel.turns import Steps, finished
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MoELayer(nn.Module):
@@ -54,8 +64,9 @@ class MoELayer(nn.Module):
         self.kernels = choose(model.kernels, ctx.device, dtype)["permutation"]
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
+        self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
         for weight in (self.experts.fc1, self.experts.fc2):
-            weight.gradients_per_microbatch = moe.moe_overlap_degree
+            weight.gradients_per_microbatch = self.num_parts
         self.shared_expert = shared_expert
         self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
         self.dispatcher = build_dispatcher(
@@ -64,31 +75,41 @@ class MoELayer(nn.Module):
 
     def forward(self, x_SBD: Tensor, tokens: TokenBatch) -> Tensor:
         """x [S', B, D], the normalised rows of the residual stream -> y [S', B, D], without the residual."""
+        return finished(self.steps(x_SBD, tokens))
+
+    def steps(self, x_SBD: Tensor, tokens: TokenBatch) -> Steps:
+        """The same as a computation that can take turns with others: while its tokens travel, out and back."""
         choice, loss = self.gate(x_SBD, tokens)
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
-        sent_before = self._sent_bytes()
         routing = flatten(choice, has_holes, self.kernels)
-        chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.config.moe_overlap_degree)
-        arriving = self.dispatcher.dispatch(*chunks[0])
+        chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.num_parts)
+        sent_bytes, arriving = self._counted(self.dispatcher.dispatch, *chunks[0])
         shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
+        yield
         returning = []
         for following in [*chunks[1:], None]:
             dispatched = arriving()
             if following is not None:  # travels while this part's experts compute
-                arriving = self.dispatcher.dispatch(*following)
+                num_bytes, arriving = self._counted(self.dispatcher.dispatch, *following)
+                sent_bytes += num_bytes
             rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
-            returning.append(self.dispatcher.combine(rows_RD, dispatched))
+            num_bytes, arrived = self._counted(self.dispatcher.combine, rows_RD, dispatched)
+            sent_bytes += num_bytes
+            returning.append(arrived)
+        yield
         parts = [arrived() for arrived in returning]
         y_SBD = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x_SBD.shape)
-        self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: self._sent_bytes() - sent_before)
+        self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: sent_bytes)
         if shared_SBD is not None:
             y_SBD = self._join(x_SBD, y_SBD, shared_SBD)
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
 
-    def _sent_bytes(self) -> int:
-        """Bytes this rank ever sent over the axes of the expert mesh on which tokens travel."""
-        return self.ctx.traffic.bytes_on(("ep", "etp"))
+    def _counted(self, begin: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[int, T]:
+        """Begin a transfer; also the bytes that this sends over the axes of the expert mesh on which tokens travel."""
+        before = self.ctx.traffic.bytes_on(("ep", "etp"))
+        begun = begin(*args, **kwargs)
+        return self.ctx.traffic.bytes_on(("ep", "etp")) - before, begun
 
     def _join(self, x_SBD: Tensor, routed_SBD: Tensor, shared_SBD: Tensor) -> Tensor:
         return routed_SBD + shared_SBD if self.coefficient is None else self.coefficient(x_SBD, routed_SBD, shared_SBD)

@@ -10,7 +10,8 @@ Nothing that a token's computation depends on is a fact about a rank: random num
 the logical index.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -128,6 +129,19 @@ class TokenBatch:
         chunks_ZcB = self.documents_SB.unflatten(0, (2 * self.layout.ctx.cp.size, -1))
         lowest_ZB, highest_ZB = chunks_ZcB.amin(1).tolist(), chunks_ZcB.amax(1).tolist()
         return [list(zip(low, high, strict=True)) for low, high in zip(lowest_ZB, highest_ZB, strict=True)]
+
+    def parts(self, num_parts: int) -> list["TokenBatch"]:
+        """Equal numbers of its samples, each a micro-batch of its own with a number of its own."""
+
+        def columns(whole_SB: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * num_parts if whole_SB is None else whole_SB.chunk(num_parts, -1)
+
+        names = ("ids_SB", "labels_SB", "loss_mask_SB", "positions_SB", "documents_SB", "padding_SB", "sample_ids_B")
+        cut = zip(*(columns(getattr(self, name)) for name in names), strict=True)
+        return [
+            replace(self, microbatch=self.microbatch * num_parts + part, **dict(zip(names, tensors, strict=True)))
+            for part, tensors in enumerate(cut)
+        ]
 
     def local(self, whole_SB: Tensor) -> Tensor:
         """The rows of a whole-sequence tensor that this rank's residual stream holds."""

@@ -38,8 +38,9 @@ LAYOUT_FIELDS = {
     "dispatcher": "moe_token_dispatcher_type",
     "deduplicate": "moe_dispatch_deduplicate",
     "overlap": "moe_overlap_degree",
+    "overlap_attention": "moe_overlap_attention",
 }
-_SWITCHES = ("sp", "deduplicate")
+_SWITCHES = ("sp", "deduplicate", "overlap_attention")
 Kind = tuple[bool, int | None]  # of a layer: whether it is MoE, and how far it sees to its left
 STRATEGIES = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 
@@ -112,6 +113,8 @@ def shrink(config: Config, world_size: int) -> Config:
     small = replace(small, moe=_moe(small, config, sizes))
     pairs = small.moe.moe_group_size == str(2 * _seq_length(sizes))
     micro = 2 if pairs else min(config.training.micro_batch_size, 2)
+    if config.moe.moe_overlap_attention:  # of each part
+        micro = (1 + pairs) * config.moe.moe_overlap_degree
     num_microbatches = (config.training.global_batch_size or 0) // (config.training.micro_batch_size * sizes.dp)
     return vary(
         small,

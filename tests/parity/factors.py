@@ -63,7 +63,11 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "zero": {str(n): {"data_parallel_sharding_strategy": name} for n, name in enumerate(ZERO)},
     "cp_comm": {name: {"cp_comm_type": name} for name in _CP_COMM},
     "dispatcher": {name: {"moe_token_dispatcher_type": name} for name in DISPATCHERS}
-    | {"deduplicated": {"moe_dispatch_deduplicate": True}, "in parts": {"moe_overlap_degree": 3}},
+    | {
+        "deduplicated": {"moe_dispatch_deduplicate": True},
+        "in parts": {"moe_overlap_degree": 3},
+        "samples in turns": {"moe_overlap_degree": 2, "moe_overlap_attention": True},
+    },
     "mbs": _size("micro_batch_size", 1, 2, 4),
     "accumulation": {"1": {}, "2": {}, "4": {}, "8": {}},
 }

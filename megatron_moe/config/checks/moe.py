@@ -161,6 +161,43 @@ def deduplication_has_an_all_to_all(config: Config, world_size: int) -> Iterator
         )
 
 
+def samples_can_take_turns(config: Config, world_size: int) -> Iterator[str]:
+    """Parts are whole samples with whole groups, and nothing around a layer has to end before the next part's turn."""
+    moe, training, flag = config.moe, config.training, "--moe-overlap-attention"
+    if not moe.moe_overlap_attention:
+        return
+    parts, micro = moe.moe_overlap_degree, training.micro_batch_size
+    if parts == 1:
+        yield f"{flag} needs parts that can take turns; give --moe-overlap-degree 2, or leave it out."
+    if micro % parts:
+        yield (
+            f"{flag} shares the samples of a micro-batch out to {typed(config, 'moe_overlap_degree')} parts, which do "
+            f"not divide {typed(config, 'micro_batch_size')}; use --micro-batch-size {multiples_near(micro, parts)}, "
+            f"or --moe-overlap-degree {one_of(divisors(micro)[1:] or [1])}."
+        )
+    elif moe.moe_group_size.isdecimal() and (micro // parts * config.data.seq_length) % int(moe.moe_group_size):
+        yield (
+            f"{typed(config, 'moe_group_size')} is a group over samples that {flag} keeps apart; use "
+            f"--moe-group-size {config.data.seq_length} or sequence."
+        )
+    if "moe" in training.recompute_modules or training.recompute_granularity == "full":
+        yield (
+            f"{flag} hides transfers that begin and end in a layer, and a MoE layer that is recomputed as a whole "
+            "has none left to hide; recompute parts of it (--recompute-granularity selective --recompute-modules "
+            "core_attn layernorm), or leave one of them out."
+        )
+    if training.cpu_offloading_num_layers:
+        yield (
+            f"{flag} runs layers in turns, and {typed(config, 'cpu_offloading_num_layers')} moves what one of them "
+            "saves; leave one of them out."
+        )
+    if config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+        yield (
+            f"{flag} has two layers at work at a time, and {typed(config, 'data_parallel_sharding_strategy')} holds "
+            "the weights of one; use optim_grads, or leave one of them out."
+        )
+
+
 RULES = (
     layer_pattern_can_be_read,
     experts_per_layer_can_be_read,
@@ -171,4 +208,5 @@ RULES = (
     residual_coefficient_has_two_sides,
     group_is_whole,
     deduplication_has_an_all_to_all,
+    samples_can_take_turns,
 )

@@ -133,6 +133,11 @@ class MoEConfig:
         "Send a layer's tokens in so many parts: one part travels while the experts of another compute. The same "
         "bytes in more and smaller messages.",
     )
+    moe_overlap_attention: bool = flag(
+        False,
+        "The parts are samples of a micro-batch and take turns through all layers, so that attention hides the way of "
+        "another part's tokens as well. --moe-overlap-degree says how many.",
+    )
     moe_expert_backend: str = flag(
         "auto",
         "Expert product: one grouped matrix product, or a loop over experts; auto picks by device and type.",
