@@ -114,7 +114,7 @@ def _features_conflict(row: Row) -> bool:
     def given(name: str, *values: str) -> bool:
         return name in row and row[name] not in values
 
-    dense, tp = get("model") == "dense", int(get("tp", "1"))
+    dense, tp, in_turns = get("model") == "dense", int(get("tp", "1")), get("dispatcher") == "samples in turns"
     return any(
         (
             get("sp") == "on" and get("tp") == "1",
@@ -123,6 +123,8 @@ def _features_conflict(row: Row) -> bool:
             given("zero", "0") and get("dp") == "1" and get("cp") == "1",
             get("dispatcher") in ("allgather", "deduplicated") and get("ep") == "1" and get("etp") == "1",
             get("group") == "pair" and get("mbs") == "1",
+            in_turns and (get("mbs") == "1" or (get("group") == "pair" and get("mbs") == "2")),
+            in_turns and (get("zero") == "3" or get("recompute") in ("full", "mlp moe", "offloaded")),
             given("skew", "-") and given("router", "force_skewed"),
             get("skew") == "-" and get("router") == "force_skewed",
             get("bias") == "on" and given("router", "topk", "switch"),
