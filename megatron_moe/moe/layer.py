@@ -62,6 +62,7 @@ class MoELayer(nn.Module):
         assert moe.num_experts is not None
         self.config, self.ctx = moe, ctx
         self.kernels = choose(model.kernels, ctx.device, dtype)["permutation"]
+        self.list_copies = flatten  # a dry run, which has no numbers, lists others
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
         self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
@@ -82,7 +83,7 @@ class MoELayer(nn.Module):
         choice, loss = self.gate(x_SBD, tokens)
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
-        routing = flatten(choice, has_holes, self.kernels)
+        routing = self.list_copies(choice, has_holes, self.kernels)
         chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.num_parts)
         sent_bytes, arriving = self._counted(self.dispatcher.dispatch, *chunks[0])
         shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
