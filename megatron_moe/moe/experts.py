@@ -14,6 +14,7 @@ from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
 from megatron_moe.kernels.selection import choose
+from megatron_moe.moe.replay import decided
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient
@@ -27,26 +28,25 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: FunctionCtx,
         rows_RI: Tensor,
         weight: ShardedParameter,
-        counts_L: Tensor,
-        backend: str,
+        groups: grouped.Groups,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows_RI, weight, counts_L)
-        ctx.parameter, ctx.backend, ctx.queue = weight, backend, queue  # type: ignore[attr-defined]
-        return grouped.grouped_product(rows_RI, _matrix(weight), counts_L, backend)
+        ctx.save_for_backward(rows_RI, weight)
+        ctx.parameter, ctx.groups, ctx.queue = weight, groups, queue  # type: ignore[attr-defined]
+        return grouped.grouped_product(rows_RI, _matrix(weight), groups)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows_RI, weight, counts_L = ctx.saved_tensors  # type: ignore[attr-defined]
-        backend: str = ctx.backend  # type: ignore[attr-defined]
+        rows_RI, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        groups: grouped.Groups = ctx.groups  # type: ignore[attr-defined]
         grad_RO = grad_RO.contiguous()
-        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), counts_L, backend)
+        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), groups)
 
         def write(out: Tensor, beta: float) -> None:
-            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, counts_L, backend, beta)
+            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, groups, beta)
 
         gradient = leave_gradient(ctx.parameter, write, ctx.queue)  # type: ignore[attr-defined]
-        return grad_RI, gradient, None, None, None
+        return grad_RI, gradient, None, None
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -99,14 +99,15 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
-        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        groups = decided(lambda: grouped.groups_of(counts_L, self.backend, rows_RD.device))
+        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, groups, self.queue)  # type: ignore[assignment]
         weights_R1, experts_R = weights_R.unsqueeze(1).to(hidden.dtype), None
         if self.fc1_bias is not None:
             experts_R = _experts_of_rows(counts_L, hidden)
             hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
         hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
         hidden_RF = activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
-        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[assignment]
         if self.fc2_bias is None or experts_R is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.

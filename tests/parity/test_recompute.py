@@ -169,14 +169,16 @@ def count_calls(rank: int, config: Config, sizes: MeshSizes) -> dict[tuple[str, 
     return {key: calls for key, calls in ctx.traffic.calls.items() if key[0] in ("ep", "seq")}
 
 
-def test_counts_are_exchanged_once(ranks: RankPool) -> None:
-    """Per MoE layer the recomputation moves rows, weights and results again, but no counts and no load statistics."""
+@pytest.mark.parametrize("parts", [1, 3])
+def test_counts_are_exchanged_once(parts: int, ranks: RankPool) -> None:
+    """Per MoE layer the recomputation moves rows and weights again, but no counts, results or load statistics."""
     sizes = MeshSizes(tp=2, dp=2, ep=2)
     ranks.run(MAX_RANKS, make_groups, sizes)
     values, _ = layout("tp=2,dp=2,ep=2,mbs=4")
-    kept = ranks.run(4, count_calls, vary(BASE, **values), sizes)[0]
-    recomputed = ranks.run(4, count_calls, vary(BASE, **values, **selective("moe")), sizes)[0]
-    num_layers = 2
-    assert kept["ep", "all_to_all"] == num_layers * (4 + 3)
-    assert recomputed["ep", "all_to_all"] == num_layers * (4 + 3 + 2)  # nothing behind the way back is needed again
+    config = vary(BASE, **values, moe_overlap_degree=parts)
+    kept = ranks.run(4, count_calls, config, sizes)[0]
+    recomputed = ranks.run(4, count_calls, vary(config, **selective("moe")), sizes)[0]
+    dispatches = 2 * parts  # of two layers
+    assert kept["ep", "all_to_all"] == dispatches * (4 + 3)
+    assert recomputed["ep", "all_to_all"] == dispatches * (4 + 3 + 2)  # nothing behind the experts is needed again
     assert recomputed["seq", "all_reduce"] == kept["seq", "all_reduce"] > 0
