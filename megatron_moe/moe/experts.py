@@ -9,10 +9,12 @@ the weight's gradient (formulas 8.3). A bias of the second product is multiplied
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
-from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.activation import activate, is_fused
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.kernels.selection import choose
 from megatron_moe.moe.replay import decided
 from megatron_moe.parallel.context import ParallelContext
@@ -65,13 +67,16 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         output_std: float,
         queue: WeightGradientQueue | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
         num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
-        self.activation, self.queue, self.etp = model.activation, queue, ctx.etp.size
-        self.activation_options = {"clamp": model.activation_func_clamp_value, "offset": model.glu_linear_offset}
+        self.queue, self.etp, self.recompute_activation = queue, ctx.etp.size, recompute_activation
+        self.activation, clamp, offset = model.activation, model.activation_func_clamp_value, model.glu_linear_offset
+        self.activation_options = {"clamp": clamp, "offset": offset}
         self.activation_options["kernels"] = choose(model.kernels, ctx.device, dtype)["swiglu"]
+        self.has_fused_activation = is_fused(self.activation, clamp, offset)
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
         self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
@@ -105,14 +110,27 @@ class Experts(nn.Module):
         if self.fc1_bias is not None:
             experts_R = _experts_of_rows(counts_L, hidden)
             hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
-        hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
-        hidden_RF = activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
-        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[assignment]
+        inputs = hidden.unflatten(1, (self.num_projections, -1)), weights_R1
+
+        def project(hidden_RF: Tensor) -> Tensor:
+            return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[return-value]
+
+        recompute = self.recompute_activation
+        y_RD = without_keeping(self._activated, project, *inputs) if recompute else project(self._activate(*inputs))
         if self.fc2_bias is None or experts_R is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
         shared_LD = self.fc2_bias.detach() / self.etp + (self.fc2_bias - self.fc2_bias.detach())
         return y_RD + shared_LD.index_select(0, experts_R) * weights_R1
+
+    def _activate(self, hidden_RPF: Tensor, weights_R1: Tensor) -> Tensor:
+        return activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
+
+    def _activated(self, hidden_RPF: Tensor, weights_R1: Tensor) -> tuple[Tensor]:
+        """The activation with nothing kept but its inputs, which one that is fused does by itself."""
+        if self.has_fused_activation:
+            return (self._activate(hidden_RPF, weights_R1),)
+        return (checkpoint(self._activate, hidden_RPF, weights_R1, use_reentrant=False, preserve_rng_state=False),)  # type: ignore[return-value]
 
 
 def _experts_of_rows(counts_L: Tensor, rows: Tensor) -> Tensor:

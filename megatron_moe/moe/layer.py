@@ -57,6 +57,7 @@ class MoELayer(nn.Module):
         output_std: float,
         shared_expert: nn.Module | None = None,
         queue: WeightGradientQueue | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
@@ -64,7 +65,7 @@ class MoELayer(nn.Module):
         self.kernels = choose(model.kernels, ctx.device, dtype)["permutation"]
         self.list_copies = flatten  # a dry run, which has no numbers, lists others
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
-        self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
+        self.experts = Experts(model, moe, ctx, dtype, output_std, queue, recompute_activation)
         self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
         for weight in (self.experts.fc1, self.experts.fc2):
             weight.gradients_per_microbatch = self.num_parts

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_moe.config import normalise
 from megatron_moe.config.schema import Config
-from megatron_moe.model.recompute import without_keeping
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs
 from megatron_moe.parallel.context import ParallelContext
@@ -44,7 +44,7 @@ def reference(ranks: RankPool) -> Trace:
         ("dp=1,mbs=4", selective("core_attn", "mlp", "moe", "layernorm")),
         ("tp=2,ep=2,cp=2,mbs=4", {"recompute_granularity": "full"}),
         ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("core_attn", "mlp", "moe", "layernorm")),
-        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("layernorm", "shared_experts")),
+        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("layernorm", "shared_experts", "moe_act")),
     ],
 )
 def test_same_curve(text: str, recompute: dict[str, Any], reference: Trace, ranks: RankPool) -> None:
@@ -74,6 +74,7 @@ PARTS = ("attention_norm", "attention.query", "feed_forward", "moe", "moe.gate",
         (selective("moe"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("moe", "shared_experts"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("shared_experts"), {"moe.shared_expert.feed_forward"}),
+        (selective("moe_act"), set()),
         (selective("layernorm"), {"attention_norm"}),
     ],
 )
@@ -125,6 +126,22 @@ def test_latents_are_kept_in_place_of_heads(core: tuple[str, ...], queries: dict
     heads, key, value, tokens = 4, 12, 6, 2 * 16 * 2  # of both layers
     forgotten = heads * (key * (2 if queries else 1) + value) * 8 * tokens
     assert kept(*core) - kept(*core, "mla_up_proj") >= forgotten
+
+
+@pytest.mark.parametrize(
+    ("activation", "forgotten"),
+    [
+        ({}, 1),  # swiglu keeps its inputs; its output is the second product's input
+        ({"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}, 6),
+    ],
+)
+def test_nothing_behind_the_activation_of_experts_is_kept(activation: dict[str, Any], forgotten: int) -> None:
+    def kept(**recompute: Any) -> int:
+        config = vary(BASE, **activation, **recompute, num_layers=2, micro_batch_size=2)
+        return trace_rank(normalise(config, 1)[0], 1, 0).costs[Kind.F, 0, "last"].kept
+
+    rows, width = 2 * 16 * 2, 16  # of one MoE layer, in float64
+    assert kept() - kept(**selective("moe_act")) == forgotten * rows * width * 8
 
 
 @pytest.fixture

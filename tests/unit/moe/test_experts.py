@@ -62,6 +62,21 @@ def test_against_plain_layers(activation, counts):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"activation": "quick_geglu", "activation_func_clamp_value": 0.5}], ids=str)
+def test_a_recomputed_activation_changes_nothing(options):
+    moe, results = MoEConfig(num_experts=E, moe_ffn_hidden_size=FF), []
+    for recompute in (False, True):
+        ctx, model = ParallelContext.single(), ModelConfig(hidden_size=D, **options)
+        made = Experts(model, moe, ctx, torch.float64, 0.02, recompute_activation=recompute)
+        for i, p in enumerate(sharded_parameters(made).values()):
+            p.data.copy_(normal(i, *p.spec.shape))
+        x_RD, weights_R = normal(5, 6, D).requires_grad_(), normal(6, 6).requires_grad_()
+        y_RD = made(x_RD, weights_R, torch.tensor(COUNTS))
+        (y_RD * normal(7, 6, D)).sum().backward()
+        results.append((y_RD.detach(), x_RD.grad, weights_R.grad, made.fc1.grad, made.fc2.grad))
+    assert all(map(torch.equal, *results))
+
+
 def test_cut_experts_add_up():
     """ep x etp = 2 x 2: each rank has two experts in half their width; etp partners' outputs sum."""
     whole, sizes = experts("swiglu", ParallelContext.single()), MeshSizes(tp=2, dp=2, etp=2, ep=2)
