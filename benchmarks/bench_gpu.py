@@ -230,10 +230,11 @@ def kernel_cases(setup: Setup) -> dict[str, Case]:
     return {
         "scoring": (4 * 5 * tokens * experts, [random(tokens, experts, dtype=torch.float32)], score),
         "permute": (2 * copied, [random(tokens, hidden)], lambda x, k: [copy_rows(x, Copies.of(ids_R, tokens, k))]),
-        "unpermute, weighed": (
-            2 * copied + rows * hidden * item,
-            [random(rows, hidden), random(rows)],
-            lambda y, weights, k: [add_rows(y, Copies.of(ids_R, tokens, k), weights)],
+        "unpermute": (2 * copied, [random(rows, hidden)], lambda y, k: [add_rows(y, Copies.of(ids_R, tokens, k))]),
+        "biases of experts, weighed": (
+            3 * rows * hidden * item,
+            [random(experts, hidden), random(rows)],
+            lambda x, weights, k: [copy_rows(x, Copies.of(ids_R % experts, experts, k), weights)],
         ),
         "SwiGLU, weighed": (
             8 * rows * width * item,

@@ -16,6 +16,7 @@ from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate, is_fused
 from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.kernels.selection import choose
+from megatron_moe.moe.permute import Copies, copy_rows
 from megatron_moe.moe.replay import decided
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
@@ -74,8 +75,8 @@ class Experts(nn.Module):
         num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
         self.queue, self.etp, self.recompute_activation = queue, ctx.etp.size, recompute_activation
         self.activation, clamp, offset = model.activation, model.activation_func_clamp_value, model.glu_linear_offset
-        self.activation_options = {"clamp": clamp, "offset": offset}
-        self.activation_options["kernels"] = choose(model.kernels, ctx.device, dtype)["swiglu"]
+        self.kernels = choose(model.kernels, ctx.device, dtype)
+        self.activation_options = {"clamp": clamp, "offset": offset, "kernels": self.kernels["swiglu"]}
         self.has_fused_activation = is_fused(self.activation, clamp, offset)
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
@@ -106,22 +107,22 @@ class Experts(nn.Module):
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
         groups = decided(lambda: grouped.groups_of(counts_L, self.backend, rows_RD.device))
         hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, groups, self.queue)  # type: ignore[assignment]
-        weights_R1, experts_R = weights_R.unsqueeze(1).to(hidden.dtype), None
+        weights_R, copies = weights_R.to(hidden.dtype), None
         if self.fc1_bias is not None:
-            experts_R = _experts_of_rows(counts_L, hidden)
-            hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
-        inputs = hidden.unflatten(1, (self.num_projections, -1)), weights_R1
+            copies = _copies_of_experts(counts_L, hidden, self.kernels["permutation"])
+            hidden = hidden + copy_rows(self.fc1_bias.flatten(1), copies)
+        inputs = hidden.unflatten(1, (self.num_projections, -1)), weights_R.unsqueeze(1)
 
         def project(hidden_RF: Tensor) -> Tensor:
             return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[return-value]
 
         recompute = self.recompute_activation
         y_RD = without_keeping(self._activated, project, *inputs) if recompute else project(self._activate(*inputs))
-        if self.fc2_bias is None or experts_R is None:
+        if self.fc2_bias is None or copies is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
         shared_LD = self.fc2_bias.detach() / self.etp + (self.fc2_bias - self.fc2_bias.detach())
-        return y_RD + shared_LD.index_select(0, experts_R) * weights_R1
+        return y_RD + copy_rows(shared_LD, copies, weights_R)
 
     def _activate(self, hidden_RPF: Tensor, weights_R1: Tensor) -> Tensor:
         return activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
@@ -133,7 +134,9 @@ class Experts(nn.Module):
         return (checkpoint(self._activate, hidden_RPF, weights_R1, use_reentrant=False, preserve_rng_state=False),)  # type: ignore[return-value]
 
 
-def _experts_of_rows(counts_L: Tensor, rows: Tensor) -> Tensor:
-    """[R] int64: the expert of each row, on the rows' device."""
+def _copies_of_experts(counts_L: Tensor, rows: Tensor, kernels: str) -> Copies:
+    """Rows as copies of their experts' biases: expert-major as they lie, on the rows' device."""
     experts_L = torch.arange(len(counts_L), device=counts_L.device)
-    return experts_L.repeat_interleave(counts_L, output_size=len(rows)).to(rows.device, non_blocking=True)
+    experts_R = experts_L.repeat_interleave(counts_L, output_size=len(rows)).to(rows.device, non_blocking=True)
+    starts_L = (counts_L.cumsum(0) - counts_L).to(rows.device, non_blocking=True)
+    return Copies(experts_R, torch.arange(len(rows), device=rows.device), starts_L, kernels)
