@@ -116,8 +116,10 @@ class Experts(nn.Module):
         def project(hidden_RF: Tensor) -> Tensor:
             return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[return-value]
 
-        recompute = self.recompute_activation
-        y_RD = without_keeping(self._activated, project, *inputs) if recompute else project(self._activate(*inputs))
+        if self.recompute_activation:
+            y_RD = without_keeping(self._activate_keeping_inputs, project, *inputs)
+        else:
+            y_RD = project(self._activate(*inputs))
         if self.fc2_bias is None or copies is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
@@ -127,8 +129,8 @@ class Experts(nn.Module):
     def _activate(self, hidden_RPF: Tensor, weights_R1: Tensor) -> Tensor:
         return activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
 
-    def _activated(self, hidden_RPF: Tensor, weights_R1: Tensor) -> tuple[Tensor]:
-        """The activation with nothing kept but its inputs, which one that is fused does by itself."""
+    def _activate_keeping_inputs(self, hidden_RPF: Tensor, weights_R1: Tensor) -> tuple[Tensor]:
+        """Nothing else is kept; an activation that is fused sees to it by itself."""
         if self.has_fused_activation:
             return (self._activate(hidden_RPF, weights_R1),)
         return (checkpoint(self._activate, hidden_RPF, weights_R1, use_reentrant=False, preserve_rng_state=False),)  # type: ignore[return-value]
