@@ -35,8 +35,10 @@ IdsOfRank = Callable[[int], Tensor]
 
 
 def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float) -> IdsOfRank:
-    """The choices of every rank for one micro-batch of one layer."""
+    """The choices of every rank for one call of one layer."""
     seq_length, batch = config.data.seq_length, config.training.micro_batch_size
+    if moe.moe_overlap_attention:  # layers are called for some of the samples at a time, which are all dealt alike
+        batch //= moe.moe_overlap_degree
     group = group_tokens(moe.moe_group_size, seq_length, batch)
     assert moe.num_experts is not None
     slots = group_slots(group, moe, training=True)
@@ -83,7 +85,7 @@ def _copies(ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Given:
-    """Choices in place of the router's, for one micro-batch of any layer with the same experts.
+    """Choices in place of the router's, for a call of any layer with the same experts.
 
     Args:
         ids: the choices.
@@ -204,7 +206,7 @@ def give_choices(layers: Iterable[MoELayer], config: Config, skew: float) -> Non
         moe, ctx = layer.config, layer.ctx
         assert moe.num_experts is not None
         if moe not in given:
-            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, moe.moe_overlap_degree, ctx)
+            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, layer.num_parts, ctx)
         layer.list_copies = given[moe].list_copies
         if not isinstance(layer.dispatcher, LocalDispatcher):
             layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
