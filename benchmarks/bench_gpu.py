@@ -230,10 +230,11 @@ def kernel_cases(setup: Setup) -> dict[str, Case]:
     return {
         "scoring": (4 * 5 * tokens * experts, [random(tokens, experts, dtype=torch.float32)], score),
         "permute": (2 * copied, [random(tokens, hidden)], lambda x, k: [copy_rows(x, Copies.of(ids_R, tokens, k))]),
-        "unpermute, weighed": (
-            2 * copied + rows * hidden * item,
-            [random(rows, hidden), random(rows)],
-            lambda y, weights, k: [add_rows(y, Copies.of(ids_R, tokens, k), weights)],
+        "unpermute": (2 * copied, [random(rows, hidden)], lambda y, k: [add_rows(y, Copies.of(ids_R, tokens, k))]),
+        "biases of experts, weighed": (
+            3 * rows * hidden * item,
+            [random(experts, hidden), random(rows)],
+            lambda x, weights, k: [copy_rows(x, Copies.of(ids_R % experts, experts, k), weights)],
         ),
         "SwiGLU, weighed": (
             8 * rows * width * item,
@@ -284,9 +285,10 @@ def product_rows(setup: Setup) -> list[dict[str, Any]]:
 
 def three_products(x_RD: Tensor, weight_LFD: Tensor, counts_L: Tensor, backend: str) -> None:
     """Forward, gradient of the rows, gradient of the weights."""
-    y_RF = grouped.grouped_product(x_RD, weight_LFD, counts_L, backend)
-    grouped.grouped_product_transposed(y_RF, weight_LFD, counts_L, backend)
-    grouped.add_grouped_outer_product(torch.empty_like(weight_LFD), y_RF, x_RD, counts_L, backend, 0.0)
+    groups = grouped.groups_of(counts_L, backend, x_RD.device)
+    y_RF = grouped.grouped_product(x_RD, weight_LFD, groups)
+    grouped.grouped_product_transposed(y_RF, weight_LFD, groups)
+    grouped.add_grouped_outer_product(torch.empty_like(weight_LFD), y_RF, x_RD, groups, 0.0)
 
 
 def main(argv: list[str] | None = None) -> int:

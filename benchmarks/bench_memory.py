@@ -34,7 +34,7 @@ FEATURES: dict[str, list[str]] = {
     "nothing": [],
     **{
         f"recompute {name}": ["--recompute-granularity", "selective", "--recompute-modules", *name.split()]
-        for name in ("core_attn", "layernorm", "moe", "core_attn layernorm moe")
+        for name in ("core_attn", "layernorm", "moe_act", "moe", "core_attn layernorm moe")
     },
     "recompute full": ["--recompute-granularity", "full"],
     "offload half the layers": ["--cpu-offloading-num-layers", "2", "--min-offloaded-tensor-size", "65536"],

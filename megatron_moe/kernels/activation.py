@@ -18,6 +18,11 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def is_fused(name: str, clamp: float | None, offset: float) -> bool:
+    """Whether the activation is one operation, which keeps its inputs alone."""
+    return name == "swiglu" and clamp is None and offset == 0
+
+
 def activate(
     x_PF: Tensor,
     name: str,
@@ -40,7 +45,7 @@ def activate(
     Returns:
         [..., F].
     """
-    if name == "swiglu" and clamp is None and offset == 0:
+    if is_fused(name, clamp, offset):
         return swiglu(x_PF, weights_1, kernels)
     y = _activate(x_PF, name, clamp, offset)
     return y if weights_1 is None else y * weights_1

@@ -1,15 +1,18 @@
 """The grouped matrix product of experts: rows of expert l are multiplied by matrix l.
 
-    rows_RI   [ rows of expert 0 | rows of expert 1 | ... ]   counts_L says how many each has, some have none
+    rows_RI   [ rows of expert 0 | rows of expert 1 | ... ]   groups say where those of each are, some have none
     weight_LOI, product_RO[r] = weight[l(r)] @ rows[r]
 
 ``loop`` runs one product per expert into slices of one output; ``grouped_mm`` is torch's fused product
-(float32, bfloat16, float16; row strides in multiples of 16 bytes).
+(float32, bfloat16, float16; row strides in multiples of 16 bytes). Each has its own form of the groups.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Groups = list[tuple[int, int, int]] | Tensor
+"""Loop: (expert, first row, end row) of the experts that have rows. grouped_mm: int32 [L], where each expert's end."""
 
 
 def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str:
@@ -35,8 +38,13 @@ def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, siz
     return requested
 
 
-def _runs(counts_L: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, end row) of the experts that have rows."""
+def groups_of(counts_L: Tensor, backend: str, device: torch.device) -> Groups:
+    """Rows per expert -> what the products of a backend want, to be made once for all of them.
+
+    The loop wants it on the host, the fused product on the device: waits for the device where the counts are not there.
+    """
+    if backend == "grouped_mm":
+        return counts_L.to(device).cumsum(0, dtype=torch.int32)
     runs, start = [], 0
     for expert, count in enumerate(counts_L.tolist()):
         if count:
@@ -45,46 +53,40 @@ def _runs(counts_L: Tensor) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _offsets(counts_L: Tensor, device: torch.device) -> Tensor:
-    return counts_L.to(device).cumsum(0, dtype=torch.int32)
-
-
-def grouped_product(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
+def grouped_product(rows_RI: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
     """[R, I] x [L, O, I] -> [R, O]."""
-    if backend == "grouped_mm":
-        return F.grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=_offsets(counts_L, rows_RI.device))
+    if isinstance(groups, Tensor):
+        return F.grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=groups)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_LOI.shape[1])
-    for expert, start, stop in _runs(counts_L):
+    for expert, start, stop in groups:
         torch.mm(rows_RI[start:stop], weight_LOI[expert].T, out=out_RO[start:stop])
     return out_RO
 
 
-def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, counts_L: Tensor, backend: str) -> Tensor:
+def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
     """Gradient of the rows: [R, O] x [L, O, I] -> [R, I]."""
-    if backend == "grouped_mm":
-        return F.grouped_mm(grad_RO, weight_LOI, offs=_offsets(counts_L, grad_RO.device))
+    if isinstance(groups, Tensor):
+        return F.grouped_mm(grad_RO, weight_LOI, offs=groups)
     out_RI = grad_RO.new_empty(grad_RO.shape[0], weight_LOI.shape[2])
-    for expert, start, stop in _runs(counts_L):
+    for expert, start, stop in groups:
         torch.mm(grad_RO[start:stop], weight_LOI[expert], out=out_RI[start:stop])
     return out_RI
 
 
-def add_grouped_outer_product(
-    out_LOI: Tensor, grad_RO: Tensor, rows_RI: Tensor, counts_L: Tensor, backend: str, beta: float
-) -> None:
+def add_grouped_outer_product(out_LOI: Tensor, grad_RO: Tensor, rows_RI: Tensor, groups: Groups, beta: float) -> None:
     """Gradient of the weights, [R, O], [R, I] -> out [L, O, I] = beta out + product; none for an expert without rows.
 
     Args:
         beta: 0 overwrites whatever is there, 1 adds.
     """
-    if backend == "grouped_mm":
-        product_LOI = F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
+    if isinstance(groups, Tensor):
+        product_LOI = F.grouped_mm(grad_RO.T, rows_RI, offs=groups)
         out_LOI.copy_(product_LOI) if beta == 0 else out_LOI.add_(product_LOI)
         return
-    runs, same_type = _runs(counts_L), out_LOI.dtype == grad_RO.dtype
-    if beta == 0 and not (same_type and len(runs) == len(out_LOI)):
+    same_type = out_LOI.dtype == grad_RO.dtype
+    if beta == 0 and not (same_type and len(groups) == len(out_LOI)):
         out_LOI.zero_()
-    for expert, start, stop in runs:
+    for expert, start, stop in groups:
         out_OI, transposed, rows = out_LOI[expert], grad_RO[start:stop].T, rows_RI[start:stop]
         if same_type:
             torch.addmm(out_OI, transposed, rows, beta=beta, out=out_OI)

@@ -3,7 +3,8 @@
     spread    rows[r] = x[token_ids[r]] * weight[r]
     collect   y[t] = sum of rows[r] * weight[r] over the rows r of token t, in float32 at least
 
-``moe/permute.py`` has the tables (``Copies``) and the backward passes.
+Copies of tokens have no weights here, since the experts' activation applies them; the biases of experts are "tokens"
+whose rows have. ``moe/permute.py`` has the tables (``Copies``) and the backward passes.
 """
 
 import torch
@@ -29,9 +30,7 @@ def collect(rows_RD: Tensor, rows_R: Tensor, starts_T: Tensor, weights_R: Tensor
     return F.embedding_bag(rows_R, rows_RD, starts_T, mode="sum", per_sample_weights=ordered_R)
 
 
-def collect_backward(grad_TD: Tensor, rows_RD: Tensor, token_ids_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`collect` with weights: of the rows [R, D] and of the weights [R]."""
-    grad_RD = grad_TD.index_select(0, token_ids_R)
-    wide = torch.promote_types(grad_RD.dtype, torch.float32)
-    grad_weights_R = (grad_RD.to(wide) * rows_RD).sum(1).to(weights_R.dtype)
-    return grad_RD.mul_(weights_R.unsqueeze(1)), grad_weights_R
+def row_products(x_TD: Tensor, rows_RD: Tensor, token_ids_R: Tensor) -> Tensor:
+    """[R] product of each row with its token, in the type of the rows: the weights' gradient of :func:`spread`."""
+    wide = torch.promote_types(rows_RD.dtype, torch.float32)
+    return (x_TD.index_select(0, token_ids_R).to(wide) * rows_RD).sum(1).to(rows_RD.dtype)

@@ -1,6 +1,5 @@
 """The functions of ``permutation.py`` in Triton. Rows may lie apart; the numbers of a row may not."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,12 +8,22 @@ from megatron_moe.kernels.blocks import LARGEST_BLOCK, launch, power_of_two, wid
 
 
 @triton.jit
-def _spread(x_ptr, stride, token_ids_ptr, weights_ptr, rows_ptr, width, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+def _spread(
+    x_ptr,
+    stride,
+    token_ids_ptr,
+    weights_ptr,
+    rows_ptr,
+    width,
+    HAS_WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x_ptr + tl.load(token_ids_ptr + row) * stride + columns, mask=columns < width)
     if HAS_WEIGHTS:
-        numbers *= tl.load(weights_ptr + row)
+        numbers = numbers.to(WIDE) * tl.load(weights_ptr + row).to(WIDE)
     tl.store(rows_ptr + row * width + columns, numbers, mask=columns < width)
 
 
@@ -48,27 +57,25 @@ def _collect(
 
 
 @triton.jit
-def _collect_backward(
-    grad_ptr,
+def _row_products(
+    x_ptr,
+    x_stride,
     rows_ptr,
-    stride,
+    rows_stride,
     token_ids_ptr,
-    weights_ptr,
-    grad_rows_ptr,
-    grad_weights_ptr,
+    products_ptr,
     width,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    token, weight = tl.load(token_ids_ptr + row), tl.load(weights_ptr + row).to(WIDE)
+    token = tl.load(token_ids_ptr + row)
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        grad = tl.load(grad_ptr + token * width + columns, mask=columns < width, other=0.0).to(WIDE)
-        total += grad * tl.load(rows_ptr + row * stride + columns, mask=columns < width, other=0.0).to(WIDE)
-        tl.store(grad_rows_ptr + row * width + columns, grad * weight, mask=columns < width)
-    tl.store(grad_weights_ptr + row, tl.sum(total, 0))
+        numbers = tl.load(x_ptr + token * x_stride + columns, mask=columns < width, other=0.0).to(WIDE)
+        total += numbers * tl.load(rows_ptr + row * rows_stride + columns, mask=columns < width, other=0.0).to(WIDE)
+    tl.store(products_ptr + row, tl.sum(total, 0))
 
 
 def spread(x_TD: Tensor, token_ids_R: Tensor, weights_R: Tensor | None = None) -> Tensor:
@@ -77,7 +84,19 @@ def spread(x_TD: Tensor, token_ids_R: Tensor, weights_R: Tensor | None = None) -
     rows_RD = x_TD.new_empty(num_rows, width)
     block = power_of_two(width, LARGEST_BLOCK)
     grid = (num_rows, triton.cdiv(width, block))
-    launch(_spread, grid, x_TD, x_TD.stride(0), token_ids_R, weights_R, rows_RD, width, weights_R is not None, block)
+    launch(
+        _spread,
+        grid,
+        x_TD,
+        x_TD.stride(0),
+        token_ids_R,
+        weights_R,
+        rows_RD,
+        width,
+        weights_R is not None,
+        wide(x_TD.dtype),
+        block,
+    )
     return rows_RD
 
 
@@ -105,22 +124,21 @@ def collect(rows_RD: Tensor, rows_R: Tensor, starts_T: Tensor, weights_R: Tensor
     return y_TD
 
 
-def collect_backward(grad_TD: Tensor, rows_RD: Tensor, token_ids_R: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`collect` with weights: of the rows [R, D] and of the weights [R]."""
+def row_products(x_TD: Tensor, rows_RD: Tensor, token_ids_R: Tensor) -> Tensor:
+    """[R] product of each row with its token, in the type of the rows: the weights' gradient of :func:`spread`."""
     num_rows, width = rows_RD.shape
-    grad_RD, grad_weights_R = grad_TD.new_empty(num_rows, width), torch.empty_like(weights_R)
+    products_R = rows_RD.new_empty(num_rows)
     launch(
-        _collect_backward,
+        _row_products,
         (num_rows,),
-        grad_TD,
+        x_TD,
+        x_TD.stride(0),
         rows_RD,
         rows_RD.stride(0),
         token_ids_R,
-        weights_R,
-        grad_RD,
-        grad_weights_R,
+        products_R,
         width,
         wide(rows_RD.dtype),
         power_of_two(width, LARGEST_BLOCK),
     )
-    return grad_RD, grad_weights_R
+    return products_R

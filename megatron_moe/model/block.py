@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import Config
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.model.attention import Attention
 from megatron_moe.model.core_attention import AttentionSettings
 from megatron_moe.model.feed_forward import FeedForward, SharedExpert
 from megatron_moe.model.latent_attention import LatentAttention
 from megatron_moe.model.norm import Norm
-from megatron_moe.model.recompute import recomputed, recomputed_modules, without_keeping
+from megatron_moe.model.recompute import recomputed, recomputed_modules
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.tokens import TokenBatch
@@ -73,6 +74,7 @@ class Block(nn.Module):
                 output_std=common["output_std"],
                 shared_expert=shared,
                 queue=queue,
+                recompute_activation="moe_act" in self.recomputes,
             )
         else:
             self.feed_forward = FeedForward(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig
-from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.activation import activate, is_fused
 from megatron_moe.kernels.selection import choose
 from megatron_moe.model.recompute import recomputed
 from megatron_moe.parallel.context import ParallelContext
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
             offset=offset,
             kernels=choose(config.kernels, ctx.device, dtype)["swiglu"],
         )
-        self.has_fused_activation = config.activation == "swiglu" and clamp is None and offset == 0
+        self.has_fused_activation = is_fused(config.activation, clamp, offset)
         self.num_projections = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import ModelConfig
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.model.core_attention import AttentionSettings, Cache, CoreAttention
 from megatron_moe.model.norm import Norm
-from megatron_moe.model.recompute import recomputed, without_keeping
+from megatron_moe.model.recompute import recomputed
 from megatron_moe.model.rotary import Rotary, yarn_mscale
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import ColumnParallelLinear, ReplicatedLinear, enter_tp

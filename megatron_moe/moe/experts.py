@@ -9,11 +9,15 @@ the weight's gradient (formulas 8.3). A bias of the second product is multiplied
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
-from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.activation import activate, is_fused
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.kernels.selection import choose
+from megatron_moe.moe.permute import Copies, copy_rows
+from megatron_moe.moe.replay import decided
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient
@@ -27,26 +31,25 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: FunctionCtx,
         rows_RI: Tensor,
         weight: ShardedParameter,
-        counts_L: Tensor,
-        backend: str,
+        groups: grouped.Groups,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows_RI, weight, counts_L)
-        ctx.parameter, ctx.backend, ctx.queue = weight, backend, queue  # type: ignore[attr-defined]
-        return grouped.grouped_product(rows_RI, _matrix(weight), counts_L, backend)
+        ctx.save_for_backward(rows_RI, weight)
+        ctx.parameter, ctx.groups, ctx.queue = weight, groups, queue  # type: ignore[attr-defined]
+        return grouped.grouped_product(rows_RI, _matrix(weight), groups)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows_RI, weight, counts_L = ctx.saved_tensors  # type: ignore[attr-defined]
-        backend: str = ctx.backend  # type: ignore[attr-defined]
+        rows_RI, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        groups: grouped.Groups = ctx.groups  # type: ignore[attr-defined]
         grad_RO = grad_RO.contiguous()
-        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), counts_L, backend)
+        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), groups)
 
         def write(out: Tensor, beta: float) -> None:
-            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, counts_L, backend, beta)
+            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, groups, beta)
 
         gradient = leave_gradient(ctx.parameter, write, ctx.queue)  # type: ignore[attr-defined]
-        return grad_RI, gradient, None, None, None
+        return grad_RI, gradient, None, None
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -65,13 +68,16 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         output_std: float,
         queue: WeightGradientQueue | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
         num_experts, width = moe.num_experts, moe.moe_ffn_hidden_size or model.dense_ffn_size
-        self.activation, self.queue, self.etp = model.activation, queue, ctx.etp.size
-        self.activation_options = {"clamp": model.activation_func_clamp_value, "offset": model.glu_linear_offset}
-        self.activation_options["kernels"] = choose(model.kernels, ctx.device, dtype)["swiglu"]
+        self.queue, self.etp, self.recompute_activation = queue, ctx.etp.size, recompute_activation
+        self.activation, clamp, offset = model.activation, model.activation_func_clamp_value, model.glu_linear_offset
+        self.kernels = choose(model.kernels, ctx.device, dtype)
+        self.activation_options = {"clamp": clamp, "offset": offset, "kernels": self.kernels["swiglu"]}
+        self.has_fused_activation = is_fused(self.activation, clamp, offset)
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
         self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
@@ -99,22 +105,40 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
-        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.backend, self.queue)  # type: ignore[assignment]
-        weights_R1, experts_R = weights_R.unsqueeze(1).to(hidden.dtype), None
+        groups = decided(lambda: grouped.groups_of(counts_L, self.backend, rows_RD.device))
+        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, groups, self.queue)  # type: ignore[assignment]
+        weights_R, copies = weights_R.to(hidden.dtype), None
         if self.fc1_bias is not None:
-            experts_R = _experts_of_rows(counts_L, hidden)
-            hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
-        hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
-        hidden_RF = activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
-        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[assignment]
-        if self.fc2_bias is None or experts_R is None:
+            copies = _copies_of_experts(counts_L, hidden, self.kernels["permutation"])
+            hidden = hidden + copy_rows(self.fc1_bias.flatten(1), copies)
+        inputs = hidden.unflatten(1, (self.num_projections, -1)), weights_R.unsqueeze(1)
+
+        def project(hidden_RF: Tensor) -> Tensor:
+            return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[return-value]
+
+        if self.recompute_activation:
+            y_RD = without_keeping(self._activate_keeping_inputs, project, *inputs)
+        else:
+            y_RD = project(self._activate(*inputs))
+        if self.fc2_bias is None or copies is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
         shared_LD = self.fc2_bias.detach() / self.etp + (self.fc2_bias - self.fc2_bias.detach())
-        return y_RD + shared_LD.index_select(0, experts_R) * weights_R1
+        return y_RD + copy_rows(shared_LD, copies, weights_R)
+
+    def _activate(self, hidden_RPF: Tensor, weights_R1: Tensor) -> Tensor:
+        return activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
+
+    def _activate_keeping_inputs(self, hidden_RPF: Tensor, weights_R1: Tensor) -> tuple[Tensor]:
+        """Nothing else is kept; an activation that is fused sees to it by itself."""
+        if self.has_fused_activation:
+            return (self._activate(hidden_RPF, weights_R1),)
+        return (checkpoint(self._activate, hidden_RPF, weights_R1, use_reentrant=False, preserve_rng_state=False),)  # type: ignore[return-value]
 
 
-def _experts_of_rows(counts_L: Tensor, rows: Tensor) -> Tensor:
-    """[R] int64: the expert of each row, on the rows' device."""
+def _copies_of_experts(counts_L: Tensor, rows: Tensor, kernels: str) -> Copies:
+    """Rows as copies of their experts' biases: expert-major as they lie, on the rows' device."""
     experts_L = torch.arange(len(counts_L), device=counts_L.device)
-    return experts_L.repeat_interleave(counts_L, output_size=len(rows)).to(rows.device, non_blocking=True)
+    experts_R = experts_L.repeat_interleave(counts_L, output_size=len(rows)).to(rows.device, non_blocking=True)
+    starts_L = (counts_L.cumsum(0) - counts_L).to(rows.device, non_blocking=True)
+    return Copies(experts_R, torch.arange(len(rows), device=rows.device), starts_L, kernels)

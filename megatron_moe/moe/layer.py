@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels.selection import choose
 from megatron_moe.moe.capacity import slots_may_be_empty
-from megatron_moe.moe.dispatchers import build_dispatcher
+from megatron_moe.moe.dispatchers import Dispatched, build_dispatcher
 from megatron_moe.moe.experts import Experts
 from megatron_moe.moe.gate import Gate
 from megatron_moe.moe.losses import attach_loss
-from megatron_moe.moe.replay import decided
+from megatron_moe.moe.replay import decided, replaying
 from megatron_moe.moe.residual import ResidualCoefficient
 from megatron_moe.moe.routing import flatten, split_tokens
 from megatron_moe.parallel.context import ParallelContext
@@ -57,13 +57,15 @@ class MoELayer(nn.Module):
         output_std: float,
         shared_expert: nn.Module | None = None,
         queue: WeightGradientQueue | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
         self.config, self.ctx = moe, ctx
         self.kernels = choose(model.kernels, ctx.device, dtype)["permutation"]
+        self.list_copies = flatten  # a dry run, which has no numbers, lists others
         self.gate = Gate(model, moe, layer_id, ctx, dtype)
-        self.experts = Experts(model, moe, ctx, dtype, output_std, queue)
+        self.experts = Experts(model, moe, ctx, dtype, output_std, queue, recompute_activation)
         self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
         for weight in (self.experts.fc1, self.experts.fc2):
             weight.gradients_per_microbatch = self.num_parts
@@ -82,7 +84,7 @@ class MoELayer(nn.Module):
         choice, loss = self.gate(x_SBD, tokens)
         has_padding, training = tokens.padding_SB is not None, tokens.step.training
         has_holes = slots_may_be_empty(self.gate.router, self.config, has_padding, training)
-        routing = flatten(choice, has_holes, self.kernels)
+        routing = self.list_copies(choice, has_holes, self.kernels)
         chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.num_parts)
         sent_bytes, arriving = self._counted(self.dispatcher.dispatch, *chunks[0])
         shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
@@ -94,7 +96,7 @@ class MoELayer(nn.Module):
                 num_bytes, arriving = self._counted(self.dispatcher.dispatch, *following)
                 sent_bytes += num_bytes
             rows_RD = self.experts(dispatched.rows_RD, dispatched.weights_R, dispatched.counts_L)
-            num_bytes, arrived = self._counted(self.dispatcher.combine, rows_RD, dispatched)
+            num_bytes, arrived = self._counted(self._send_back, rows_RD, dispatched)
             sent_bytes += num_bytes
             returning.append(arrived)
         yield
@@ -104,6 +106,13 @@ class MoELayer(nn.Module):
         if shared_SBD is not None:
             y_SBD = self._join(x_SBD, y_SBD, shared_SBD)
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
+
+    def _send_back(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """Begins at once. In a recomputation it begins when asked for, and nobody asks: behind the last part's experts
+        nothing is kept for the backward pass, and there a recomputation ends."""
+        if replaying():
+            return lambda: self.dispatcher.combine(rows_RD, dispatched)()
+        return self.dispatcher.combine(rows_RD, dispatched)
 
     def _counted(self, begin: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[int, T]:
         """Begin a transfer; also the bytes that this sends over the axes of the expert mesh on which tokens travel."""

@@ -92,14 +92,14 @@ def own_experts_order(expert_ids_N: Tensor, ep_rank: int, num_local: int) -> tup
     return mine_M[order_R], counts_L
 
 
-def copy_rows(x_TD: Tensor, copies: Copies) -> Tensor:
-    """[T, D] tokens -> [R, D], the token of each row."""
-    return _CopyRows.apply(x_TD, copies)  # type: ignore[return-value]
+def copy_rows(x_TD: Tensor, copies: Copies, weights_R: Tensor | None = None) -> Tensor:
+    """[T, D] tokens -> [R, D], the token of each row, times the row's weight; its gradient is a (weighed) sum."""
+    return _CopyRows.apply(x_TD, weights_R, copies)  # type: ignore[return-value]
 
 
-def add_rows(rows_RD: Tensor, copies: Copies, weights_R: Tensor | None = None) -> Tensor:
-    """[R, D] rows -> [T, D]: each token is the (weighed) sum of its rows; a token without rows is zero."""
-    return _AddRows.apply(rows_RD, weights_R, copies)  # type: ignore[return-value]
+def add_rows(rows_RD: Tensor, copies: Copies) -> Tensor:
+    """[R, D] rows -> [T, D]: each token is the sum of its rows; a token without rows is zero."""
+    return _AddRows.apply(rows_RD, copies)  # type: ignore[return-value]
 
 
 def reorder(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -129,36 +129,36 @@ def inverse_of(order_R: Tensor) -> Tensor:
 
 
 class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies  # type: ignore[attr-defined]
-        return functions("permutation", copies.kernels).spread(x_TD, copies.token_ids_R)
+    """Without weights nothing is kept of the tokens; never of the rows."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_RD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, x_TD: Tensor, weights_R: Tensor | None, copies: Copies) -> Tensor:
+        ctx.copies = copies  # type: ignore[attr-defined]
+        ctx.save_for_backward(*(() if weights_R is None else (x_TD, weights_R)))
+        return functions("permutation", copies.kernels).spread(x_TD, copies.token_ids_R, weights_R)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_RD: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         copies: Copies = ctx.copies  # type: ignore[attr-defined]
-        collect = functions("permutation", copies.kernels).collect
-        return collect(grad_RD.contiguous(), copies.rows_R, copies.starts_T), None
+        chosen, weighed = functions("permutation", copies.kernels), ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_RD = grad_RD.contiguous()
+        if not weighed:
+            return chosen.collect(grad_RD, copies.rows_R, copies.starts_T), None, None
+        x_TD, weights_R = weighed
+        grad_TD = chosen.collect(grad_RD, copies.rows_R, copies.starts_T, weights_R)
+        return grad_TD, chosen.row_products(x_TD, grad_RD, copies.token_ids_R), None
 
 
 class _AddRows(torch.autograd.Function):
-    """Without weights nothing is kept of the rows."""
-
     @staticmethod
-    def forward(ctx: FunctionCtx, rows_RD: Tensor, weights_R: Tensor | None, copies: Copies) -> Tensor:
+    def forward(ctx: FunctionCtx, rows_RD: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies  # type: ignore[attr-defined]
-        ctx.save_for_backward(*(() if weights_R is None else (rows_RD, weights_R)))
-        return functions("permutation", copies.kernels).collect(rows_RD, copies.rows_R, copies.starts_T, weights_R)
+        return functions("permutation", copies.kernels).collect(rows_RD, copies.rows_R, copies.starts_T)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad_TD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         copies: Copies = ctx.copies  # type: ignore[attr-defined]
-        chosen, weighed = functions("permutation", copies.kernels), ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_TD = grad_TD.contiguous()
-        if not weighed:
-            return chosen.spread(grad_TD, copies.token_ids_R), None, None
-        rows_RD, weights_R = weighed
-        return *chosen.collect_backward(grad_TD, rows_RD, copies.token_ids_R, weights_R), None
+        return functions("permutation", copies.kernels).spread(grad_TD.contiguous(), copies.token_ids_R), None
 
 
 class _Reorder(torch.autograd.Function):

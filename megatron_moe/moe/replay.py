@@ -22,7 +22,7 @@ class _Pass:
     """A pass through a recomputed region, as a context: the first notes, later ones read from the beginning."""
 
     def __init__(self, notes: list[Any], *, replays: bool) -> None:
-        self._notes, self._replays = notes, replays
+        self._notes, self.replays = notes, replays
 
     def __enter__(self) -> None:
         assert _current.get() is None, "recomputed regions do not nest"
@@ -33,7 +33,7 @@ class _Pass:
         _current.reset(self._token)
 
     def decided(self, make: Callable[[], T]) -> T:
-        if self._replays:
+        if self.replays:
             assert self._num_read < len(self._notes), "the recomputation decides more than the forward pass did"
             self._num_read += 1
             return self._notes[self._num_read - 1]
@@ -62,3 +62,9 @@ def decided(make: Callable[[], T]) -> T:
     """
     current = _current.get()
     return make() if current is None else current.decided(make)
+
+
+def replaying() -> bool:
+    """Whether a region is being computed again: its result is not asked for, only what its backward pass keeps."""
+    current = _current.get()
+    return current is not None and current.replays

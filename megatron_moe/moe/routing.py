@@ -142,18 +142,23 @@ def flatten(choice: Choice, can_drop: bool, kernels: str = "torch") -> Routing:
     expert_ids_N, weights_N = choice.expert_ids_GTK.reshape(-1), choice.weights_GTK.reshape(-1)
     copies_N = torch.arange(expert_ids_N.numel(), device=expert_ids_N.device)
     if can_drop:
-        copies_N = copies_N[expert_ids_N >= 0]
+        copies_N = decided(lambda: copies_N[expert_ids_N >= 0])
         expert_ids_N, weights_N = expert_ids_N[copies_N], weights_N[copies_N]
     table = None if can_drop else choice.table
     return Routing(copies_N // max(num_slots, 1), expert_ids_N, weights_N, table, kernels)
 
 
+def part_edges(num_tokens: int, num_parts: int) -> list[int]:
+    """Where parts of consecutive tokens begin, as equal as can be, and where the last ends."""
+    return [num_tokens * i // num_parts for i in range(num_parts + 1)]
+
+
 def split_tokens(routing: Routing, x_TD: Tensor, num_parts: int) -> list[tuple[Tensor, Routing]]:
-    """Tokens and their copies in parts of consecutive tokens, as equal as can be. Waits for the device once."""
+    """Tokens and their copies in parts of consecutive tokens. Waits for the device once."""
     if num_parts == 1:
         return [(x_TD, routing)]
-    edges = [x_TD.shape[0] * i // num_parts for i in range(num_parts + 1)]
-    edges_N = torch.searchsorted(routing.token_ids_N, torch.tensor(edges, device=routing.token_ids_N.device)).tolist()
+    edges, token_ids_N = part_edges(x_TD.shape[0], num_parts), routing.token_ids_N
+    edges_N = decided(lambda: torch.searchsorted(token_ids_N, torch.tensor(edges, device=token_ids_N.device)).tolist())
     parts = []
     for first, last, start, stop in zip(edges, edges[1:], edges_N, edges_N[1:], strict=False):
         token_ids, expert_ids, weights = (value_N[start:stop] for value_N in routing[:3])

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import comb
 
+from megatron_moe.config.schema import MoEConfig
 from megatron_moe.pipeline.actions import COMPUTE, Kind
 from megatron_moe.pipeline.simulate import Durations, simulate
 from megatron_moe.plan.cluster import Cluster
@@ -72,15 +73,20 @@ def estimate(plan: Plan, cluster: Cluster, per_node: bool = False) -> Estimate:
 
 
 def _share_of_copies(plan: Plan, cluster: Cluster) -> float:
-    """Nodes that a token goes to, over its copies: by uniform choice of experts, limited by groups."""
+    """Nodes that a token goes to, over the rows that are sent of it."""
     moe, nodes = plan.config.moe, nodes_of(plan.members(0, "ep"), cluster)
     if nodes == 1 or moe.num_experts is None:
         return 1.0
-    experts, topk = moe.num_experts, moe.moe_router_topk
-    reached = nodes * (1 - comb(experts - experts // nodes, topk) / comb(experts, topk))
-    if moe.moe_router_num_groups == nodes:
-        reached = min(reached, moe.moe_router_group_topk or nodes)
-    return reached / topk
+    return owners(moe, nodes) / (owners(moe, plan.sizes.ep) if moe.moe_dispatch_deduplicate else moe.moe_router_topk)
+
+
+def owners(moe: MoEConfig, num: int) -> float:
+    """Of so many equal owners of the experts, those that a token goes to: by uniform choice, limited by groups."""
+    assert moe.num_experts is not None
+    elsewhere = moe.num_experts - moe.num_experts // num
+    reached = num * (1 - comb(elsewhere, moe.moe_router_topk) / comb(moe.num_experts, moe.moe_router_topk))
+    limited = moe.moe_router_num_groups == num
+    return min(reached, moe.moe_router_group_topk or num) if limited else reached
 
 
 def nodes_of(ranks: tuple[int, ...], cluster: Cluster) -> int:

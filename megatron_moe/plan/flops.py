@@ -8,9 +8,12 @@ the rest    of what was counted is recomputation
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_moe.model.block import Block
+from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel.tokens import TokenBatch
+from megatron_moe.parallel.turns import Steps
 from megatron_moe.plan.operations import Counted
 
 PARTS = ("attention", "experts", "dense", "head")
@@ -28,13 +31,11 @@ class ForwardParts:
         self.begin()
         for block in modules:
             if isinstance(block, Block):
-                for part, module in (
-                    ("attention", block.attention),
-                    ("experts", block.moe),
-                    ("dense", block.feed_forward),
-                ):
-                    if module is not None:
-                        self._watch(part, module)
+                self._watch("attention", block.attention)
+                if block.moe is not None:
+                    self._watch_turns("experts", block.moe)
+                if block.feed_forward is not None:
+                    self._watch("dense", block.feed_forward)
 
     def begin(self) -> None:
         """Start at zero."""
@@ -61,6 +62,24 @@ class ForwardParts:
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+
+    def _watch_turns(self, part: str, layer: MoELayer) -> None:
+        """A layer that may take turns with others."""
+        steps = layer.steps
+
+        def watched(x_SBD: Tensor, tokens: TokenBatch) -> Steps:
+            computation = steps(x_SBD, tokens)
+            while True:
+                started = self._now()
+                try:
+                    next(computation)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    self._flops[part] += self._now() - started
+                yield
+
+        layer.steps = watched
 
 
 def training_flops(forward: dict[str, float], hardware: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megatron_moe.pipeline import balance
 from megatron_moe.pipeline.actions import Kind, stage_to_rank
 from megatron_moe.pipeline.schedules import SCHEDULES, chunks_per_rank
 from megatron_moe.plan.cluster import Cluster
-from megatron_moe.plan.estimate import collective_seconds
+from megatron_moe.plan.estimate import collective_seconds, owners
 from megatron_moe.plan.rank import trace_rank
 from megatron_moe.training.shrink import vary
 
@@ -169,7 +169,8 @@ class Guesser:
         """Seconds of what a layer sends in a micro-batch; ``forwards``: 1.5 if its forward pass is run twice."""
         model, moe = self.base.model, self.base.moe
         row = model.hidden_size * (2 if self.base.training.params_dtype == "bfloat16" else 4)
-        copies = moe.moe_router_topk * tokens * row
+        once = moe.moe_dispatch_deduplicate and moe.num_experts is not None
+        copies = (owners(moe, sizes.ep) if once else moe.moe_router_topk) * tokens * row
         keys = 2 * tokens * model.query_groups * model.head_channels / model.hidden_size * row
         sent = (
             ("tp", "all_gather", 4, 4 * (sizes.tp - 1) * tokens * row),

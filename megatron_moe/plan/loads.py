@@ -10,6 +10,7 @@ The router runs too, for its operations and collectives; its decision is on the 
 
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from megatron_moe.config.schema import Config, MoEConfig
 from megatron_moe.moe.capacity import capacity_slots, group_slots
-from megatron_moe.moe.dispatchers import Dispatched, Dispatcher, LocalDispatcher
+from megatron_moe.moe.dispatchers import Dispatcher, LocalDispatcher
 from megatron_moe.moe.dispatchers.allgather import AllGatherDispatcher, _Counts
 from megatron_moe.moe.dispatchers.alltoall import AllToAllDispatcher
+from megatron_moe.moe.dispatchers.deduplicated import DeduplicatingDispatcher
 from megatron_moe.moe.gate import group_tokens
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.routers.forced import dealt_ids
-from megatron_moe.moe.routing import Routing
+from megatron_moe.moe.routing import Choice, Routing, flatten, part_edges
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import coordinates
 from megatron_moe.parallel.tokens import context_positions
@@ -33,8 +35,10 @@ IdsOfRank = Callable[[int], Tensor]
 
 
 def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float) -> IdsOfRank:
-    """The choices of every rank for one micro-batch of one layer."""
+    """The choices of every rank for one call of one layer."""
     seq_length, batch = config.data.seq_length, config.training.micro_batch_size
+    if moe.moe_overlap_attention:  # layers are called for some of the samples at a time, which are all dealt alike
+        batch //= moe.moe_overlap_degree
     group = group_tokens(moe.moe_group_size, seq_length, batch)
     assert moe.num_experts is not None
     slots = group_slots(group, moe, training=True)
@@ -81,106 +85,131 @@ def _copies(ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Given:
-    """What the planned dispatchers share: choices in place of the router's."""
+    """Choices in place of the router's, for a call of any layer with the same experts.
 
-    def __init__(self, ids: IdsOfRank, num_experts: int, ctx: ParallelContext) -> None:
-        self.ids, self.rank = ids, ctx.rank
-        self.ctx, self.num_experts = ctx, num_experts
+    Args:
+        ids: the choices.
+        num_parts: parts in which tokens are dispatched, one after the other.
+    """
 
-    def routing(self, routing: Routing) -> Routing:
-        token_ids_N, expert_ids_N = self.copies
-        return Routing(token_ids_N, expert_ids_N, routing.weights_N[: len(expert_ids_N)])
+    def __init__(self, ids: IdsOfRank, num_experts: int, num_parts: int, ctx: ParallelContext) -> None:
+        self.ids, self.num_experts, self.num_parts, self.ctx = ids, num_experts, num_parts, ctx
+        self._parts = iter(range(0))
+
+    def list_copies(self, choice: Choice, can_drop: bool, kernels: str = "torch") -> Routing:
+        """In place of ``flatten``; the layer's dispatcher begins with the first part again."""
+        self._parts = iter(range(self.num_parts))
+        token_ids_N, expert_ids_N = self._copies
+        weights_N = flatten(choice, can_drop, kernels).weights_N
+        return Routing(token_ids_N, expert_ids_N, weights_N[: len(expert_ids_N)])
+
+    def next_part(self) -> int:
+        """The part that is being dispatched."""
+        return next(self._parts)
 
     @cached_property
-    def copies(self) -> tuple[Tensor, Tensor]:
+    def _copies(self) -> tuple[Tensor, Tensor]:
         """[N] token and expert of each copy that this rank sends."""
-        return _copies(self.ids(self.rank))
+        return _copies(self.ids(self.ctx.rank))
 
     @cached_property
-    def counts_XPL(self) -> Tensor:
-        """[etp, ep, L] copies for this rank's experts, by sender."""
+    def peers(self) -> list[list[list[Tensor]]]:
+        """[parts][etp][ep] choices of the ranks that share these experts."""
+        shifts = [rank - self.ctx.rank for rank in self.ctx.etp.ranks]
+        whole = [[self.ids(rank + shift) for rank in self.ctx.ep.ranks] for shift in shifts]
+        edges = part_edges(len(whole[0][0]), self.num_parts)
+        return [[[ids[start:stop] for ids in row] for row in whole] for start, stop in pairwise(edges)]
+
+    @cached_property
+    def counts_ZXPL(self) -> Tensor:
+        """[parts, etp, ep, L] copies for this rank's experts, by sender."""
+        return self._of_peers(lambda ids_TK: torch.bincount(_copies(ids_TK)[1], minlength=self.num_experts)[self._mine])
+
+    @cached_property
+    def tokens_ZXP(self) -> Tensor:
+        """[parts, etp, ep] tokens with an expert on this rank, by sender."""
+        first, last = self._mine.start, self._mine.stop
+        return self._of_peers(lambda ids_TK: ((ids_TK >= first) & (ids_TK < last)).any(1).sum())
+
+    @property
+    def _mine(self) -> slice:
         num_local = self.num_experts // self.ctx.ep.size
-        mine = slice(self.ctx.ep.rank * num_local, (self.ctx.ep.rank + 1) * num_local)
-        counts = [
-            [torch.bincount(_copies(ids_TK)[1], minlength=self.num_experts)[mine] for ids_TK in row]
-            for row in self.peers()
-        ]
-        return torch.stack([torch.stack(row) for row in counts])
+        return slice(self.ctx.ep.rank * num_local, (self.ctx.ep.rank + 1) * num_local)
 
-    def peers(self) -> list[list[Tensor]]:
-        """[etp][ep] choices of the ranks that share these experts."""
-        ep, etp = self.ctx.ep, self.ctx.etp
-        offset = [rank - self.rank for rank in etp.ranks]
-        return [[self.ids(rank + shift) for rank in ep.ranks] for shift in offset]
-
-
-class PlannedLocal(LocalDispatcher):
-    """No communication; choices are given."""
-
-    def __init__(self, given: _Given) -> None:
-        super().__init__(given.num_experts)
-        self.given = given
-
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        return super().dispatch(x_TD, self.given.routing(routing))
+    def _of_peers(self, count: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack(
+            [torch.stack([torch.stack([count(ids) for ids in row]) for row in part]) for part in self.peers]
+        )
 
 
 class PlannedAllToAll(AllToAllDispatcher):
-    """Choices are given, and so are the counts that peers send."""
+    """The counts that peers send are given."""
 
     def __init__(self, given: _Given) -> None:
         super().__init__(given.num_experts, given.ctx)
         self.given = given
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        return super().dispatch(x_TD, self.given.routing(routing))
+    def _exchange_counts(self, counts_PN: Tensor) -> tuple[Tensor, Tensor]:
+        mine_PL, _ = super()._exchange_counts(counts_PN)
+        return mine_PL, self.given.counts_ZXPL[self.given.next_part()]
 
-    def _exchange_counts(self, counts_E: Tensor) -> Tensor:
-        super()._exchange_counts(counts_E)
-        return self.given.counts_XPL
+
+class PlannedDeduplicating(DeduplicatingDispatcher):
+    """The counts that peers send are given, of rows and of copies."""
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__(given.num_experts, given.ctx)
+        self.given = given
+
+    def _exchange_counts(self, counts_PN: Tensor) -> tuple[Tensor, Tensor]:
+        mine_PC, _ = super()._exchange_counts(counts_PN)
+        part = self.given.next_part()
+        return mine_PC, torch.cat([self.given.tokens_ZXP[part].unsqueeze(-1), self.given.counts_ZXPL[part]], -1)
+
+    def _send_places(self, *sizes: Any) -> Tensor:
+        return torch.zeros_like(super()._send_places(*sizes))  # places that exist: no shape depends on which
 
 
 class PlannedAllGather(AllGatherDispatcher):
-    """Choices are given, and so is what is gathered of the peers' choices."""
+    """What is gathered of the peers' choices is given."""
 
     def __init__(self, given: _Given) -> None:
         super().__init__(given.num_experts, given.ctx)
         self.given = given
-
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        return super().dispatch(x_TD, self.given.routing(routing))
+        self._peers: list[list[Tensor]] = []
 
     def _exchange_counts(self, x_TD: Tensor, routing: Routing) -> tuple[_Counts, _Counts]:
         super()._exchange_counts(x_TD, routing)
-        peers = self.given.peers()
-        tokens = [[ids_TK.shape[0] for ids_TK in row] for row in peers]
-        return _Counts(tokens), _Counts([[len(_copies(ids_TK)[0]) for ids_TK in row] for row in peers])
+        self._peers = self.given.peers[self.given.next_part()]
+        tokens = [[ids_TK.shape[0] for ids_TK in row] for row in self._peers]
+        return _Counts(tokens), _Counts([[len(_copies(ids_TK)[0]) for ids_TK in row] for row in self._peers])
 
     def _gather(self, rows: Tensor, counts: _Counts) -> Tensor:
         gathered = super()._gather(rows, counts)
         if rows.is_meta:
             return gathered
-        flat = [ids_TK for row in self.given.peers() for ids_TK in row]
-        pairs = [torch.stack(_copies(ids_TK), 1) for ids_TK in flat]
+        pairs = [torch.stack(_copies(ids_TK), 1) for row in self._peers for ids_TK in row]
         return torch.cat(pairs).to(rows.dtype)
 
 
 _PLANNED: dict[type[Any], Callable[[_Given], Dispatcher]] = {
-    LocalDispatcher: PlannedLocal,
     AllToAllDispatcher: PlannedAllToAll,
+    DeduplicatingDispatcher: PlannedDeduplicating,
     AllGatherDispatcher: PlannedAllGather,
 }
 
 
 def give_choices(layers: Iterable[MoELayer], config: Config, skew: float) -> None:
-    """Replace the dispatchers of a rank's layers by planned ones; layers with equal experts have equal choices."""
+    """Give a rank's layers their choices; layers with equal experts have equal choices."""
     given: dict[MoEConfig, _Given] = {}
     for layer in layers:
         moe, ctx = layer.config, layer.ctx
         assert moe.num_experts is not None
         if moe not in given:
-            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, ctx)
-        layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
+            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, layer.num_parts, ctx)
+        layer.list_copies = given[moe].list_copies
+        if not isinstance(layer.dispatcher, LocalDispatcher):
+            layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
 
 
 def load_problems(config: Config, skew: float) -> list[str]:
@@ -193,12 +222,4 @@ def load_problems(config: Config, skew: float) -> list[str]:
         problems.append(f"A skew of {skew:g} cannot be: expert 0 gets from 1 to E/K = {most:g} times the mean load.")
     if skew != 1.0 and moe.moe_router == "expert_choice":
         problems.append("A skew cannot be planned with --moe-router expert_choice: its experts have equal loads.")
-    for flag, given in (
-        ("--moe-dispatch-deduplicate", moe.moe_dispatch_deduplicate),
-        (f"--moe-overlap-degree {moe.moe_overlap_degree}", moe.moe_overlap_degree > 1),
-    ):
-        if given:
-            problems.append(
-                f"{flag} cannot be planned yet: choices are given for a whole rank and by copies. Leave it out."
-            )
     return problems

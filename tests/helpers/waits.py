@@ -83,7 +83,8 @@ def _place() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT):
-            return f"{path.relative_to(ROOT)} {frame.f_code.co_qualname.replace('.<locals>', '')}"
+            name = frame.f_code.co_qualname.removesuffix(".<lambda>").replace(".<locals>", "")
+            return f"{path.relative_to(ROOT)} {name}"
         frame = frame.f_back
     return "elsewhere"
 

@@ -40,6 +40,11 @@ LAYOUTS = (
     "pp=2,tp=2,ep=2,schedule=dualpipe-v",
     "tp=2,cp=2,dp=2,ep=4,etp=2,dispatcher=allgather",
     "dp=8,ep=4,dispatcher=allgather",
+    "dp=4,ep=4,deduplicate=1",
+    "tp=2,dp=4,ep=4,etp=2,overlap=2,deduplicate=1",
+    "dp=4,ep=2,overlap=3",
+    "tp=2,dp=2,ep=2,etp=2,overlap=2,dispatcher=allgather",
+    "dp=4,ep=4,mbs=4,overlap=2,overlap_attention=1",
 )
 # Where the peak is a skewed rank's: few tokens round differently from micro-batch to micro-batch, a plan has one kind.
 PEAK_TOLERANCE, SKEWED_TOLERANCE = 0.05, 0.08

@@ -102,7 +102,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "recompute": {"none": {}, "full": {"recompute_granularity": "full"}}
     | {
         " ".join(modules): {"recompute_granularity": "selective", "recompute_modules": modules}
-        for modules in (("core_attn",), ("mlp", "moe"), ("layernorm", "core_attn"))
+        for modules in (("core_attn",), ("mlp", "moe"), ("layernorm", "core_attn", "moe_act"))
     }
     | {"offloaded": {"cpu_offloading_num_layers": 3, "min_offloaded_tensor_size": 1}},
     "dropout": {"off": {}, "on": {"hidden_dropout": 0.1}},

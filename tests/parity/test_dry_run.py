@@ -18,9 +18,10 @@ from tests.parity.dry_runs import LAYOUTS, differences, quickstart
 from tests.parity.harness import batches
 
 SHORT = {"seq_length": 32, "global_batch_size": 8, "vocab_size": 512}
-SUITE = {  # every axis, collective and way of sharing weights, and four layouts of the list with a feature more
+SUITE = {  # every axis, collective and way of sharing weights, and five layouts of the list with a change
     "dp=4,ep=2,zero=3": {},
     "cp=2,dp=1,ep=2,cp_comm=p2p": {"recompute_granularity": "full"},
+    "tp=2,dp=4,ep=4,etp=2,overlap=2,deduplicate=1": {"num_layers": 2},
     "pp=2,dp=2,ep=2,schedule=zb-h1,zero=2": {"moe_router": "force_skewed", "moe_router_force_skew": 2.0},
     "pp=2,tp=2,ep=2,schedule=dualpipe-v": {"moe_router_enable_expert_bias": True},
     "tp=2,cp=2,dp=2,ep=4,etp=2,dispatcher=allgather": {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron_moe.config import normalise
 from megatron_moe.config.schema import Config
-from megatron_moe.model.recompute import without_keeping
+from megatron_moe.kernels.forgetting import without_keeping
 from megatron_moe.moe.routers import ROUTERS
 from megatron_moe.moe.routing import Choice, RouterInputs
 from megatron_moe.parallel.context import ParallelContext
@@ -44,7 +44,7 @@ def reference(ranks: RankPool) -> Trace:
         ("dp=1,mbs=4", selective("core_attn", "mlp", "moe", "layernorm")),
         ("tp=2,ep=2,cp=2,mbs=4", {"recompute_granularity": "full"}),
         ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("core_attn", "mlp", "moe", "layernorm")),
-        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("layernorm", "shared_experts")),
+        ("tp=2,ep=2,pp=2,schedule=zb-v,mbs=2", selective("layernorm", "shared_experts", "moe_act")),
     ],
 )
 def test_same_curve(text: str, recompute: dict[str, Any], reference: Trace, ranks: RankPool) -> None:
@@ -74,6 +74,7 @@ PARTS = ("attention_norm", "attention.query", "feed_forward", "moe", "moe.gate",
         (selective("moe"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("moe", "shared_experts"), {"moe", "moe.gate", "moe.shared_expert.feed_forward"}),
         (selective("shared_experts"), {"moe.shared_expert.feed_forward"}),
+        (selective("moe_act"), set()),
         (selective("layernorm"), {"attention_norm"}),
     ],
 )
@@ -83,8 +84,11 @@ def test_only_what_was_named_runs_twice(recompute: dict[str, Any], twice: set[st
     blocks = [module for module in machine.stages[0].module.modules() if hasattr(module, "attention_norm")]
     for block in blocks:
         for name, module in block.named_modules():
-            if name in PARTS:
+            if name in PARTS and name != "moe":
                 module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        if block.moe is not None:  # called by its steps
+            layer: Any = block.moe
+            layer.steps = lambda *inputs, steps=layer.steps: (calls.update(["moe"]), steps(*inputs))[1]
         attention: Any = block.attention
         core = attention.core
         attention.core = lambda *inputs, core=core: (cores.update(["core"]), core(*inputs))[1]
@@ -125,6 +129,22 @@ def test_latents_are_kept_in_place_of_heads(core: tuple[str, ...], queries: dict
     heads, key, value, tokens = 4, 12, 6, 2 * 16 * 2  # of both layers
     forgotten = heads * (key * (2 if queries else 1) + value) * 8 * tokens
     assert kept(*core) - kept(*core, "mla_up_proj") >= forgotten
+
+
+@pytest.mark.parametrize(
+    ("activation", "forgotten"),
+    [
+        ({}, 1),  # swiglu keeps its inputs; its output is the second product's input
+        ({"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}, 6),
+    ],
+)
+def test_nothing_behind_the_activation_of_experts_is_kept(activation: dict[str, Any], forgotten: int) -> None:
+    def kept(**recompute: Any) -> int:
+        config = vary(BASE, **activation, **recompute, num_layers=2, micro_batch_size=2)
+        return trace_rank(normalise(config, 1)[0], 1, 0).costs[Kind.F, 0, "last"].kept
+
+    rows, width = 2 * 16 * 2, 16  # of one MoE layer, in float64
+    assert kept() - kept(**selective("moe_act")) == forgotten * rows * width * 8
 
 
 @pytest.fixture
@@ -169,14 +189,16 @@ def count_calls(rank: int, config: Config, sizes: MeshSizes) -> dict[tuple[str, 
     return {key: calls for key, calls in ctx.traffic.calls.items() if key[0] in ("ep", "seq")}
 
 
-def test_counts_are_exchanged_once(ranks: RankPool) -> None:
-    """Per MoE layer the recomputation moves rows, weights and results again, but no counts and no load statistics."""
+@pytest.mark.parametrize("parts", [1, 3])
+def test_counts_are_exchanged_once(parts: int, ranks: RankPool) -> None:
+    """Per MoE layer the recomputation moves rows and weights again, but no counts, results or load statistics."""
     sizes = MeshSizes(tp=2, dp=2, ep=2)
     ranks.run(MAX_RANKS, make_groups, sizes)
     values, _ = layout("tp=2,dp=2,ep=2,mbs=4")
-    kept = ranks.run(4, count_calls, vary(BASE, **values), sizes)[0]
-    recomputed = ranks.run(4, count_calls, vary(BASE, **values, **selective("moe")), sizes)[0]
-    num_layers = 2
-    assert kept["ep", "all_to_all"] == num_layers * (4 + 3)
-    assert recomputed["ep", "all_to_all"] == num_layers * (4 + 3 + 2)  # nothing behind the way back is needed again
+    config = vary(BASE, **values, moe_overlap_degree=parts)
+    kept = ranks.run(4, count_calls, config, sizes)[0]
+    recomputed = ranks.run(4, count_calls, vary(config, **selective("moe")), sizes)[0]
+    dispatches = 2 * parts  # of two layers
+    assert kept["ep", "all_to_all"] == dispatches * (4 + 3)
+    assert recomputed["ep", "all_to_all"] == dispatches * (4 + 3 + 2)  # nothing behind the experts is needed again
     assert recomputed["seq", "all_reduce"] == kept["seq", "all_reduce"] > 0

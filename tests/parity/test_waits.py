@@ -52,19 +52,21 @@ def waits_of_a_step(rank: int, config: Config, sizes: MeshSizes) -> Counter[tupl
     return found
 
 
+def waits_of(name: str, ranks: RankPool, **others: Any) -> Counter[tuple[str, str]]:
+    """Of a case, over its ranks."""
+    text, features = CASES[name]
+    values, world_size = layout(text)
+    config = vary(BASE, **features, **others, **values)
+    sizes = MeshSizes.of(config.parallel, world_size)
+    if world_size == 1:
+        return waits_of_a_step(0, config, sizes)
+    ranks.run(ranks.size, make_groups, sizes)
+    return sum(ranks.run(world_size, waits_of_a_step, config, sizes), Counter())
+
+
 @pytest.fixture(scope="module")
 def found(ranks: RankPool) -> dict[str, Counter[tuple[str, str]]]:
-    by_case = {}
-    for name, (text, others) in CASES.items():
-        values, world_size = layout(text)
-        config = vary(BASE, **others, **values)
-        sizes = MeshSizes.of(config.parallel, world_size)
-        if world_size == 1:
-            by_case[name] = waits_of_a_step(0, config, sizes)
-            continue
-        ranks.run(ranks.size, make_groups, sizes)
-        by_case[name] = sum(ranks.run(world_size, waits_of_a_step, config, sizes), Counter())
-    return by_case
+    return {name: waits_of(name, ranks) for name in CASES}
 
 
 def test_the_page_lists_them_all(found: dict[str, Counter[tuple[str, str]]]) -> None:
@@ -80,3 +82,10 @@ def test_one_process_waits_for_loss_and_norm_alone(found: dict[str, Counter[tupl
         ("optim/grad_norm.py gradient_norm", "__float__"): 1,
         ("training/statistics.py collect", "cpu"): 1,
     }
+
+
+@pytest.mark.parametrize("name", ["capacity", "deduplicated", "gathered", "in parts"])
+def test_a_recomputation_waits_for_nothing_more(
+    name: str, found: dict[str, Counter[tuple[str, str]]], ranks: RankPool
+) -> None:
+    assert waits_of(name, ranks, recompute_granularity="full") == found[name]

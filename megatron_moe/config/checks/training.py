@@ -14,7 +14,7 @@ from megatron_moe.config.schema import Config
 from megatron_moe.config.settings import settings
 
 _MIN_OFFLOADED = settings()["min_offloaded_tensor_size"].default
-RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm", "mla_up_proj")
 
 
 def micro_batches_fill_global_batch(config: Config, world_size: int) -> Iterator[str]:

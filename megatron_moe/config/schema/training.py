@@ -61,8 +61,8 @@ class TrainingConfig:
     )
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
-        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, shared_experts, layernorm, "
-        "mla_up_proj.",
+        "Modules to recompute with --recompute-granularity selective: core_attn, mlp, moe, shared_experts, moe_act, "
+        "layernorm, mla_up_proj.",
     )
     cpu_offloading_num_layers: int = flag(
         0,

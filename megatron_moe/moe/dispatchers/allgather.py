@@ -33,6 +33,16 @@ class _Counts(NamedTuple):
         return sum(map(sum, self.by_rank))
 
 
+class _Own(NamedTuple):
+    """What the ranks tell each other, and the copies of this rank's experts among all."""
+
+    tokens: _Counts
+    copies: _Counts
+    kept_R: Tensor  # the copy that goes to each row
+    token_ids_R: Tensor  # its token
+    counts_L: Tensor
+
+
 class _Receipt(NamedTuple):
     copies: Copies  # of the tokens of all ranks
     tokens: _Counts
@@ -47,15 +57,11 @@ class AllGatherDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
-        tokens, copies = decided(lambda: self._exchange_counts(x_TD, routing))
-        pairs_N2 = torch.stack([routing.token_ids_N, routing.expert_ids_N], 1).to(torch.int32)
-        token_ids_N, expert_ids_N = self._gather(pairs_N2, copies).long().unbind(1)
-        token_ids_N = token_ids_N + _first_tokens(tokens, copies).to(x_TD.device)
-        kept_R, counts_L = own_experts_order(expert_ids_N, self.ctx.ep.rank, self.num_local)
-        copies_here = Copies.of(token_ids_N[kept_R], tokens.total, routing.kernels)
-        rows_RD = copy_rows(self._gather(x_TD, tokens), copies_here)
-        weights_R = self._gather(routing.weights_N.unsqueeze(1), copies).squeeze(1)[kept_R]
-        dispatched = Dispatched(rows_RD, weights_R, counts_L, _Receipt(copies_here, tokens))
+        own = decided(lambda: self._own(x_TD, routing))
+        copies = Copies.of(own.token_ids_R, own.tokens.total, routing.kernels)
+        rows_RD = copy_rows(self._gather(x_TD, own.tokens), copies)
+        weights_R = self._gather(routing.weights_N.unsqueeze(1), own.copies).squeeze(1)[own.kept_R]
+        dispatched = Dispatched(rows_RD, weights_R, own.counts_L, _Receipt(copies, own.tokens))
         return lambda: dispatched
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
@@ -66,6 +72,15 @@ class AllGatherDispatcher:
         y = _scatter_sum(y, [sum(counts) for counts in by_rank], etp)
         y_TD = _scatter_sum(y, by_rank[etp.rank], ep)
         return lambda: y_TD
+
+    def _own(self, x_TD: Tensor, routing: Routing) -> _Own:
+        """Gathers all choices; waits for the device to pick this rank's."""
+        tokens, copies = self._exchange_counts(x_TD, routing)
+        pairs_N2 = torch.stack([routing.token_ids_N, routing.expert_ids_N], 1).to(torch.int32)
+        token_ids_N, expert_ids_N = self._gather(pairs_N2, copies).long().unbind(1)
+        token_ids_N = token_ids_N + _first_tokens(tokens, copies).to(x_TD.device)
+        kept_R, counts_L = own_experts_order(expert_ids_N, self.ctx.ep.rank, self.num_local)
+        return _Own(tokens, copies, kept_R, token_ids_N[kept_R], counts_L)
 
     def _gather(self, rows: Tensor, counts: _Counts) -> Tensor:
         """Rows of every rank, in the order of ``counts``; the gradient is summed and scattered."""

@@ -16,50 +16,45 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe.dispatchers.base import Dispatched
+from megatron_moe.moe.dispatchers.exchange import ExchangingDispatcher, Splits
 from megatron_moe.moe.permute import Copies, add_rows, copy_rows, expert_major, grouped_order
 from megatron_moe.moe.replay import decided
 from megatron_moe.moe.routing import Routing
 from megatron_moe.parallel import collectives
-from megatron_moe.parallel.context import ParallelContext
-
-
-class _Splits(NamedTuple):
-    """How many of something go to each ep peer, come from each, and are then with each etp peer."""
-
-    send: list[int]
-    receive: list[int]
-    gathered: list[int]
 
 
 class _Receipt(NamedTuple):
     sent: Copies  # the sent rows, copies of this rank's tokens
-    rows: _Splits
+    rows: Splits
     used: Copies  # the experts' rows, copies of the received ones
 
 
-class DeduplicatingDispatcher:
-    """Uneven all-to-all of distinct (token, rank) pairs; copies for the experts are made where they are."""
+class _Pairs(NamedTuple):
+    """The distinct (peer, token) pairs: the sent rows, by peer.
 
-    def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
-        self.num_experts, self.ctx = num_experts, ctx
-        self.num_local = num_experts // ctx.ep.size
+    Attributes:
+        token_ids_S: int64, the token of each.
+        rows_P: int64, how many each ep peer gets.
+        place_N: int32, of each copy, by expert: the place of its row among those for the same peer.
+    """
+
+    token_ids_S: Tensor
+    rows_P: Tensor
+    place_N: Tensor
+
+
+class DeduplicatingDispatcher(ExchangingDispatcher):
+    """Uneven all-to-all of distinct (token, rank) pairs; copies for the experts are made where they are."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         """x [T, D] -> rows [R, D] of this rank's experts, expert-major."""
-        num_tokens, num_peers = x_TD.shape[0], self.ctx.ep.size
         order_N, counts_E = grouped_order(routing.expert_ids_N, self.num_experts)
-        peer_N = routing.expert_ids_N[order_N] // self.num_local
-        pairs_S, row_N = torch.unique(peer_N * num_tokens + routing.token_ids_N[order_N], return_inverse=True)
-        peer_S, token_ids_S = pairs_S // max(num_tokens, 1), pairs_S % max(num_tokens, 1)
-        rows_P = torch.zeros(num_peers, dtype=torch.int64, device=x_TD.device)
-        rows_P.scatter_add_(0, peer_S, torch.ones_like(peer_S))
-        rows, copies, counts_XPL = decided(lambda: self._exchange_counts(rows_P, counts_E))
-
-        place_N = (row_N - (rows_P.cumsum(0) - rows_P)[peer_N]).to(torch.int32)
-        sent = Copies.of(token_ids_S, num_tokens, routing.kernels)
+        pairs = decided(lambda: self._pairs(routing, order_N, x_TD.shape[0]))
+        rows, copies, counts_XPL = decided(lambda: self._splits(pairs.rows_P, counts_E))
+        sent = Copies.of(pairs.token_ids_S, x_TD.shape[0], routing.kernels)
         arriving = self._begin(copy_rows(x_TD, sent), rows)
         weights = self._begin(routing.weights_N[order_N].unsqueeze(1), copies)
-        place_R = decided(lambda: self._send_places(place_N, rows, copies, counts_XPL))
+        place_R = decided(lambda: self._send_places(pairs.place_N, rows, copies, counts_XPL))
         order_R = expert_major(counts_XPL.flatten(0, 1)).to(x_TD.device, non_blocking=True)
         used = Copies.of(place_R[order_R], sum(rows.gathered), routing.kernels)
 
@@ -73,23 +68,27 @@ class DeduplicatingDispatcher:
     def combine(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         """rows [R, D] (partial over etp) -> y [T, D]."""
         receipt: _Receipt = dispatched.receipt
-        rows = collectives.reduce_scatter_rows(add_rows(rows_RD, receipt.used), receipt.rows.gathered, self.ctx.etp)
-        rows_SD = collectives.begin_all_to_all(rows, receipt.rows.receive, receipt.rows.send, self.ctx.ep)
+        rows_SD = self._begin_return(add_rows(rows_RD, receipt.used), receipt.rows)
         return lambda: add_rows(rows_SD(), receipt.sent)
 
-    def _exchange_counts(self, rows_P: Tensor, counts_E: Tensor) -> tuple[_Splits, _Splits, Tensor]:
-        """Splits of the rows and of the copies, and copies by sender and local expert [etp, ep, L]. On the host."""
-        ep, etp = self.ctx.ep, self.ctx.etp
-        mine_P = torch.cat([rows_P.unsqueeze(1), counts_E.view(ep.size, -1)], 1)
-        received_P = collectives.exchange_rows(mine_P, [1] * ep.size, [1] * ep.size, ep)
-        received_XP = collectives.gather_dim0(received_P.unsqueeze(0), etp).cpu()
-        rows_XP, counts_XPL = received_XP[..., 0], received_XP[..., 1:]
-        copies_XP = counts_XPL.sum(2)
-        rows = _Splits(rows_P.tolist(), rows_XP[etp.rank].tolist(), rows_XP.sum(1).tolist())
-        sent = counts_E.view(ep.size, -1).sum(1).tolist()
-        return rows, _Splits(sent, copies_XP[etp.rank].tolist(), copies_XP.sum(1).tolist()), counts_XPL
+    def _pairs(self, routing: Routing, order_N: Tensor, num_tokens: int) -> _Pairs:
+        """Waits for the device: how many pairs are distinct."""
+        peer_N = routing.expert_ids_N[order_N] // self.num_local
+        pairs_S, row_N = torch.unique(peer_N * num_tokens + routing.token_ids_N[order_N], return_inverse=True)
+        peer_S, token_ids_S = pairs_S // max(num_tokens, 1), pairs_S % max(num_tokens, 1)
+        rows_P = pairs_S.new_zeros(self.ctx.ep.size).scatter_add_(0, peer_S, torch.ones_like(peer_S))
+        place_N = row_N - (rows_P.cumsum(0) - rows_P)[peer_N]
+        return _Pairs(token_ids_S, rows_P, place_N.to(torch.int32))
 
-    def _send_places(self, place_N: Tensor, rows: _Splits, copies: _Splits, counts_XPL: Tensor) -> Tensor:
+    def _splits(self, rows_P: Tensor, counts_E: Tensor) -> tuple[Splits, Splits, Tensor]:
+        """Splits of the rows and of the copies, and copies by sender and local expert [etp, ep, L]. On the host."""
+        mine_PC = torch.cat([rows_P.unsqueeze(1), counts_E.view(self.ctx.ep.size, -1)], 1)
+        sent_PC, received_XPC = self._exchange_counts(mine_PC)
+        counts_XPL, etp_rank = received_XPC[..., 1:], self.ctx.etp.rank
+        rows = Splits.of(sent_PC[:, 0], received_XPC[..., 0], etp_rank)
+        return rows, Splits.of(sent_PC[:, 1:].sum(1), counts_XPL.sum(2), etp_rank), counts_XPL
+
+    def _send_places(self, place_N: Tensor, rows: Splits, copies: Splits, counts_XPL: Tensor) -> Tensor:
         """Of each copy here, by sender, the number of its row among all received and gathered rows."""
         ep, etp = self.ctx.ep, self.ctx.etp
         place_R = collectives.exchange_rows(place_N, copies.send, copies.receive, ep)
@@ -98,11 +97,3 @@ class DeduplicatingDispatcher:
         whole_R = collectives.all_gather_rows(place_R + first_R, copies.gathered, etp)
         firsts_X = torch.tensor([0, *rows.gathered]).cumsum(0)[:-1]
         return whole_R + firsts_X.repeat_interleave(torch.tensor(copies.gathered)).to(place_N.device, non_blocking=True)
-
-    def _begin(self, rows: Tensor, splits: _Splits) -> Callable[[], Tensor]:
-        """Rows by receiver -> rows by sender, when called."""
-        return collectives.begin_all_to_all(rows, splits.send, splits.receive, self.ctx.ep)
-
-    def _gathered(self, rows: Tensor, splits: _Splits) -> Tensor:
-        """Rows by sender, of this rank -> of all etp peers."""
-        return collectives.all_gather_rows(rows, splits.gathered, self.ctx.etp)

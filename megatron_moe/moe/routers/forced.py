@@ -33,16 +33,18 @@ def _forced(inputs: RouterInputs, config: MoEConfig, skew: float) -> Choice:
 def dealt_ids(num_tokens: int, num_experts: int, topk: int, skew: float) -> Tensor:
     """Int64 [T, K]: experts by position such that expert 0 has ``skew`` times the mean load.
 
-    Expert 0 goes to a share ``skew * K / E`` of the tokens, evenly spaced; all other slots are dealt to
-    experts 1, 2, ..., E-1 in turn. A skew of 1 is balance.
+    Expert 0 goes to a share ``skew * K / E`` of the tokens, evenly spaced; all other slots are dealt to the
+    others in turn. A skew of 1 is balance. The turn is a shuffled one: a token's experts lie on as many ranks as those
+    of a token that chooses at random, where neighbours would share theirs.
     """
     # The small amount keeps products that are whole numbers from falling below them.
     marks = torch.floor(torch.arange(num_tokens + 1, dtype=torch.float64) * (skew * topk / num_experts) + 1e-9)
     before_T, has_first_T = marks[:-1].long(), marks.diff().long()
     slots_TK = torch.arange(topk) - has_first_T.unsqueeze(-1)
     dealt_T = torch.arange(num_tokens) * topk - before_T
-    others_TK = 1 + (dealt_T.unsqueeze(-1) + slots_TK) % max(num_experts - 1, 1)
-    return torch.where(slots_TK < 0, 0, others_TK)
+    num_others = max(num_experts - 1, 1)
+    turn = 1 + torch.randperm(num_others, generator=torch.Generator().manual_seed(0))
+    return torch.where(slots_TK < 0, 0, turn[(dealt_T.unsqueeze(-1) + slots_TK) % num_others])
 
 
 def forced_checks(config: MoEConfig) -> Iterable[str]:

@@ -53,7 +53,7 @@ def main() -> int:
             swiglu_triton.swiglu_backward(rows, x_R2F, column)
             permutation_triton.spread(rows, ids, given)
             permutation_triton.collect(rows, ids, ids, given)
-        permutation_triton.collect_backward(rows, rows, ids, weights)
+        permutation_triton.row_products(rows, rows, ids)
         shard = cross_entropy_triton.shard_statistics(rows, ids, 700)
         cross_entropy_triton.shard_gradient(rows, ids, 700, shard.peak_N, shard.sum_N, shard.sum_N, dtype)
     for dtype in (torch.float32, torch.float64):

@@ -8,6 +8,7 @@ from megatron_moe.kernels.grouped import (
     choose_backend,
     grouped_product,
     grouped_product_transposed,
+    groups_of,
 )
 from tests.helpers.building import normal
 
@@ -29,6 +30,7 @@ COUNTS = {
 )
 def test_against_einsum(backend, dtype, counts):
     num_rows, counts_L = sum(counts), torch.tensor(counts)
+    groups = groups_of(counts_L, backend, torch.device("cpu"))
     rows_RI, grad_RO = normal(1, num_rows, IN, dtype=dtype), normal(2, num_rows, OUT, dtype=dtype)
     weight_LOI = normal(3, NUM, OUT, IN, dtype=dtype)
     expert_R = torch.repeat_interleave(torch.arange(NUM), counts_L)
@@ -37,15 +39,15 @@ def test_against_einsum(backend, dtype, counts):
 
     for found, expected in (
         (
-            grouped_product(rows_RI, weight_LOI, counts_L, backend),
+            grouped_product(rows_RI, weight_LOI, groups),
             torch.einsum("ri,loi,rl->ro", rows_RI, weight_LOI, of_RL),
         ),
         (
-            grouped_product_transposed(grad_RO, weight_LOI, counts_L, backend),
+            grouped_product_transposed(grad_RO, weight_LOI, groups),
             torch.einsum("ro,loi,rl->ri", grad_RO, weight_LOI, of_RL),
         ),
         (
-            outer_product(grad_RO, rows_RI, counts_L, backend),
+            outer_product(grad_RO, rows_RI, groups),
             torch.einsum("ro,ri,rl->loi", grad_RO, rows_RI, of_RL),
         ),
     ):
@@ -64,11 +66,11 @@ def outer_product(*arguments):
 
 def test_outer_product_in_another_precision():
     """Gradients of a lower precision are accumulated in the buffer's."""
-    counts_L = torch.tensor([3, 0, 2] + [0] * (NUM - 3))
+    groups = groups_of(torch.tensor([3, 0, 2] + [0] * (NUM - 3)), "loop", torch.device("cpu"))
     rows_RI, grad_RO = normal(1, 5, IN, dtype=torch.float32), normal(2, 5, OUT, dtype=torch.float32)
     wide, narrow = torch.full((2, NUM, OUT, IN), float("nan"), dtype=torch.float64)
-    add_grouped_outer_product(wide, grad_RO.double(), rows_RI.double(), counts_L, "loop", 0.0)
-    add_grouped_outer_product(narrow, grad_RO, rows_RI, counts_L, "loop", 0.0)
+    add_grouped_outer_product(wide, grad_RO.double(), rows_RI.double(), groups, 0.0)
+    add_grouped_outer_product(narrow, grad_RO, rows_RI, groups, 0.0)
     torch.testing.assert_close(narrow, wide, rtol=1e-5, atol=1e-6)
 
 

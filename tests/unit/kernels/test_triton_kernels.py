@@ -140,7 +140,7 @@ def test_permutation(tokens, rows, width, dtype):
     for found, expected in (
         *both(lambda x, kernels: copy_rows(x, some_copies(tokens, rows, kernels)), x_TD),
         *both(lambda y, kernels: add_rows(y, some_copies(tokens, rows, kernels)), rows_RD),
-        *both(lambda y, weights, kernels: add_rows(y, some_copies(tokens, rows, kernels), weights), rows_RD, weights_R),
+        *both(lambda x, weights, kernels: copy_rows(x, some_copies(tokens, rows, kernels), weights), x_TD, weights_R),
     ):
         close(found, expected, dtype)
 
@@ -149,9 +149,11 @@ def test_permutation_formula():
     copies, x_TD = some_copies(5, 9), numbers(1, 5, 4).requires_grad_()
     rows_RD, weights_R = numbers(2, 9, 4).requires_grad_(), numbers(3, 9).requires_grad_()
     assert torch.equal(copy_rows(x_TD, copies), x_TD[copies.token_ids_R])
-    expected_TD = torch.zeros_like(x_TD).index_add(0, copies.token_ids_R, rows_RD * weights_R[:, None])
-    torch.testing.assert_close(add_rows(rows_RD, copies, weights_R), expected_TD, rtol=1e-13, atol=1e-15)
-    assert torch.autograd.gradcheck(lambda rows, weights: add_rows(rows, copies, weights), (rows_RD, weights_R))
+    assert torch.equal(copy_rows(x_TD, copies, weights_R), x_TD[copies.token_ids_R] * weights_R[:, None])
+    expected_TD = torch.zeros_like(x_TD).index_add(0, copies.token_ids_R, rows_RD)
+    torch.testing.assert_close(add_rows(rows_RD, copies), expected_TD, rtol=1e-13, atol=1e-15)
+    assert torch.autograd.gradcheck(lambda rows: add_rows(rows, copies), (rows_RD,))
+    assert torch.autograd.gradcheck(lambda x, weights: copy_rows(x, copies, weights), (x_TD, weights_R))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,12 +176,13 @@ def test_offsets_beyond_32_bits():
     # Rows so far apart that their addresses do not fit; memory that nobody touches is not there.
     far = torch.empty_strided((3, 8), (2**30, 1), dtype=torch.bfloat16, device=DEVICE)
     far.copy_(numbers(1, 3, 8, dtype=torch.bfloat16))
-    ids_R, weights_R = torch.tensor([2, 0, 1], device=DEVICE), torch.ones(3, dtype=torch.bfloat16, device=DEVICE)
+    ids_R = torch.tensor([2, 0, 1], device=DEVICE)
     one_each_T = torch.arange(3, device=DEVICE)
     assert torch.equal(permutation_triton.spread(far, ids_R), far[[2, 0, 1]])
     assert torch.equal(permutation_triton.collect(far, ids_R, one_each_T), far[[2, 0, 1]])
-    _, dots_R = permutation_triton.collect_backward(torch.ones_like(far.contiguous()), far, ids_R, weights_R)
-    close(dots_R, far.sum(1), torch.bfloat16)
+    ones = torch.ones_like(far.contiguous())
+    close(permutation_triton.row_products(ones, far, ids_R), far.sum(1), torch.bfloat16)
+    close(permutation_triton.row_products(far, ones, ids_R), far.sum(1)[ids_R], torch.bfloat16)
     labels_N, near = torch.tensor([0, 1, 2], device=DEVICE), far.contiguous()
     for found, expected in zip(
         cross_entropy_triton.shard_statistics(far, labels_N, 8)[1:],

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.moe.experts import Experts
@@ -58,6 +59,45 @@ def test_against_plain_layers(activation, counts):
         y_RD = run(x_RD, weights_R)
         (y_RD * normal(7, rows, D)).sum().backward()
         results.append((y_RD.detach(), x_RD.grad, weights_R.grad, made.fc1.grad, made.fc2.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "quick_geglu", "activation_func_clamp_value": 0.5}], ids=str)
+def test_a_recomputed_activation_changes_nothing(options):
+    moe, results = MoEConfig(num_experts=E, moe_ffn_hidden_size=FF), []
+    for recompute in (False, True):
+        ctx, model = ParallelContext.single(), ModelConfig(hidden_size=D, **options)
+        made = Experts(model, moe, ctx, torch.float64, 0.02, recompute_activation=recompute)
+        for i, p in enumerate(sharded_parameters(made).values()):
+            p.data.copy_(normal(i, *p.spec.shape))
+        x_RD, weights_R = normal(5, 6, D).requires_grad_(), normal(6, 6).requires_grad_()
+        y_RD = made(x_RD, weights_R, torch.tensor(COUNTS))
+        (y_RD * normal(7, 6, D)).sum().backward()
+        results.append((y_RD.detach(), x_RD.grad, weights_R.grad, made.fc1.grad, made.fc2.grad))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [0, 0, 0, 0]], ids=str)
+def test_biases(counts):
+    """Against plain layers; of rows as wide as the model only the input is kept."""
+    moe, model = MoEConfig(num_experts=E, moe_ffn_hidden_size=FF), ModelConfig(hidden_size=D, add_bias_linear=True)
+    made = Experts(model, moe, ParallelContext.single(), torch.float64, 0.02)
+    for i, p in enumerate(sharded_parameters(made).values()):
+        p.data.copy_(normal(i, *p.spec.shape))
+    x_RD, weights_R = normal(5, sum(counts), D).requires_grad_(), normal(6, sum(counts)).requires_grad_()
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        found_RD = made(x_RD, weights_R, torch.tensor(counts))
+    assert all(saved is x_RD for saved in kept if saved.shape == x_RD.shape)
+    expected = []
+    for e, (x, w) in enumerate(zip(x_RD.split(counts), weights_R.split(counts), strict=True)):
+        gate, up = (F.linear(x, made.fc1[e, i], made.fc1_bias[e, i]) for i in (0, 1))
+        expected.append(F.linear(F.silu(gate) * up, made.fc2[e], made.fc2_bias[e]) * w.unsqueeze(1))
+    leaves = [x_RD, weights_R, *made.parameters()]
+    results = [
+        (y, *torch.autograd.grad((y * normal(7, *y.shape)).sum(), leaves)) for y in (found_RD, torch.cat(expected))
+    ]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

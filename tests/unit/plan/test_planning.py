@@ -11,6 +11,7 @@ import yaml
 import pretrain_moe
 from megatron_moe.config import ConfigError
 from megatron_moe.model.flops import ForwardFlops
+from megatron_moe.moe.routers.forced import dealt_ids
 from megatron_moe.plan.cluster import read_cluster
 from megatron_moe.plan.configure import configured
 from megatron_moe.plan.dry_run import Plan, dry_run
@@ -114,6 +115,8 @@ def test_flops_are_split_by_part() -> None:
     assert full.flops["recomputation"] == pytest.approx(plain.tokens * sum(forward.layers), rel=0.01)
     dense = 3 * 2 * 64 * config.model.dense_ffn_size
     assert plain.flops["dense"] == tokens * 2 * dense
+    turns = dry_run(vary(config, micro_batch_size=2, moe_overlap_degree=2, moe_overlap_attention=True), 2)
+    assert turns.flops == plain.flops
 
 
 def test_buffers_of_collectives_are_apart() -> None:
@@ -140,6 +143,21 @@ def test_capacity_and_expert_choice_bound_what_is_sent() -> None:
     for flags, skew, problem in (([], 9.0, "from 1 to E/K = 4"), (choice, 2.0, "experts have equal loads")):
         with pytest.raises(ValueError, match=problem):
             sent(*flags, skew=skew)
+
+
+def test_without_duplicates_a_token_is_sent_once_to_each_rank() -> None:
+    """And as often as a token that chooses at random, 4.54 times in the mean (tests/parity/test_traffic.py)."""
+    argv = [*TINY, "--num-experts=64", "--moe-router-topk=6", "--expert-model-parallel-size=8", "--num-layers=2"]
+    argv += ["--global-batch-size=8", "--moe-dispatch-deduplicate", "--moe-layer-freq=[0,1]"]
+    plan, ranks_TK = dry_run(configured(argv, 8), 8), dealt_ids(64, 64, 6, 1.0) // 8  # of every rank's tokens
+    owners = [set(ranks) for ranks in ranks_TK.tolist()]
+    sent, received = sum(len(ranks - {0}) for ranks in owners), 7 * sum(0 in ranks for ranks in owners)
+    copies_sent, copies_received = int((ranks_TK > 0).sum()), 7 * int((ranks_TK == 0).sum())
+    weights_and_places = 4 * (copies_sent + copies_received) + 4 * copies_sent
+    counts = 8 * (8 + 1) * 7
+    expected = 2 * (sent + received) * 64 * 4 + weights_and_places + counts
+    assert plan.ranks[0].traffic["ep", "all_to_all"][1] == expected
+    assert sum(map(len, owners)) / 64 == pytest.approx(4.54, rel=0.05)
 
 
 def test_skew_shows_in_memory_and_traffic() -> None:
