@@ -7,6 +7,9 @@
 (float32, bfloat16, float16; row strides in multiples of 16 bytes).
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,14 +38,54 @@ def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, siz
     return requested
 
 
-def _runs(counts_L: Tensor) -> list[tuple[int, int, int]]:
+class GroupedProduct(Protocol):
+    """How experts multiply, forward and for the gradient of their rows."""
+
+    @property
+    def backend(self) -> str:
+        """The implementation of the weights' gradient."""
+        ...
+
+    def forward(self, rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[R, I] x [L, O, I] -> [R, O], and what is kept of the rows for the weights' gradient."""
+        ...
+
+    def input_gradient(self, grad_RO: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
+        """[R, O] x [L, O, I] -> [R, I]."""
+        ...
+
+    def rows(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """What was kept, as the factor [R, I] of the weights' gradient."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainGroupedProduct:
+    """In the type of the numbers."""
+
+    backend: str
+
+    def forward(self, rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`GroupedProduct`."""
+        return grouped_product(rows_RI, weight_LOI, counts_L, self.backend), (rows_RI,)
+
+    def input_gradient(self, grad_RO: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
+        """See :class:`GroupedProduct`."""
+        return grouped_product_transposed(grad_RO, weight_LOI, counts_L, self.backend)
+
+    def rows(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """See :class:`GroupedProduct`."""
+        return kept[0]
+
+
+def runs(counts_L: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, end row) of the experts that have rows."""
-    runs, start = [], 0
+    found, start = [], 0
     for expert, count in enumerate(counts_L.tolist()):
         if count:
-            runs.append((expert, start, start + count))
+            found.append((expert, start, start + count))
         start += count
-    return runs
+    return found
 
 
 def _offsets(counts_L: Tensor, device: torch.device) -> Tensor:
@@ -54,7 +97,7 @@ def grouped_product(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor, backe
     if backend == "grouped_mm":
         return F.grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=_offsets(counts_L, rows_RI.device))
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_LOI.shape[1])
-    for expert, start, stop in _runs(counts_L):
+    for expert, start, stop in runs(counts_L):
         torch.mm(rows_RI[start:stop], weight_LOI[expert].T, out=out_RO[start:stop])
     return out_RO
 
@@ -64,7 +107,7 @@ def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, counts_L: Te
     if backend == "grouped_mm":
         return F.grouped_mm(grad_RO, weight_LOI, offs=_offsets(counts_L, grad_RO.device))
     out_RI = grad_RO.new_empty(grad_RO.shape[0], weight_LOI.shape[2])
-    for expert, start, stop in _runs(counts_L):
+    for expert, start, stop in runs(counts_L):
         torch.mm(grad_RO[start:stop], weight_LOI[expert], out=out_RI[start:stop])
     return out_RI
 
@@ -81,10 +124,10 @@ def add_grouped_outer_product(
         product_LOI = F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
         out_LOI.copy_(product_LOI) if beta == 0 else out_LOI.add_(product_LOI)
         return
-    runs, same_type = _runs(counts_L), out_LOI.dtype == grad_RO.dtype
-    if beta == 0 and not (same_type and len(runs) == len(out_LOI)):
+    with_rows, same_type = runs(counts_L), out_LOI.dtype == grad_RO.dtype
+    if beta == 0 and not (same_type and len(with_rows) == len(out_LOI)):
         out_LOI.zero_()
-    for expert, start, stop in runs:
+    for expert, start, stop in with_rows:
         out_OI, transposed, rows = out_LOI[expert], grad_RO[start:stop].T, rows_RI[start:stop]
         if same_type:
             torch.addmm(out_OI, transposed, rows, beta=beta, out=out_OI)

@@ -165,6 +165,46 @@ _PROBLEMS = {
 }
 
 
+@dataclass(frozen=True)
+class Fp8Units:
+    """How products in FP8 are computed.
+
+    Attributes:
+        implementation: ``scaled_mm``, on the device's FP8 units, or ``torch``, which computes the same without them.
+        reason: why not on the units.
+    """
+
+    implementation: str
+    reason: str = ""
+
+    def line(self, fp8_format: str, fp8_recipe: str) -> str:
+        """One line for the start of a run: ``fp8: e4m3, blockwise, by scaled_mm on the device's FP8 units``."""
+        how = "by scaled_mm on the device's FP8 units"
+        if self.implementation == "torch":
+            how = f"emulated, with FP8's rounding and without its speed ({self.reason})"
+        return f"fp8: {fp8_format}, {fp8_recipe}, {how}"
+
+
+@cache
+def fp8_units(device: torch.device, dtype: torch.dtype) -> Fp8Units:
+    """What multiplies FP8 here: PyTorch's scaled product with tiles of 128, which is there for Hopper GPUs.
+
+    Args:
+        dtype: of the activations.
+    """
+    if device.type not in ("cuda", "meta"):
+        return Fp8Units("torch", f"{device.type} has no FP8 units")
+    if dtype != torch.bfloat16:
+        return Fp8Units("torch", "FP8 units give bfloat16; use --bf16")
+    if device.type == "meta":  # a dry run is for a machine that has them
+        return Fp8Units("scaled_mm")
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return Fp8Units("torch", "PyTorch has scaled products with tiles of 128 on Hopper GPUs only")
+    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
+        return Fp8Units("torch", f"needs PyTorch for CUDA 12.9 or later, and this one is for {torch.version.cuda}")
+    return Fp8Units("scaled_mm")
+
+
 def functions(operation: str, kernels: str) -> ModuleType:
     """The module with an operation's functions: PyTorch's, or the one beside it whose name ends in the library."""
     suffix = "" if kernels == "torch" else "_" + kernels.replace("-", "_")

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate
+from megatron_moe.kernels.scaled import ScaledGroupedProduct, scaled_product
 from megatron_moe.kernels.selection import choose
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
@@ -28,22 +29,24 @@ class _GroupedLinear(torch.autograd.Function):
         rows_RI: Tensor,
         weight: ShardedParameter,
         counts_L: Tensor,
-        backend: str,
+        product: grouped.GroupedProduct,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows_RI, weight, counts_L)
-        ctx.parameter, ctx.backend, ctx.queue = weight, backend, queue  # type: ignore[attr-defined]
-        return grouped.grouped_product(rows_RI, _matrix(weight), counts_L, backend)
+        y_RO, kept = product.forward(rows_RI, _matrix(weight), counts_L)
+        ctx.save_for_backward(weight, counts_L, *kept)
+        ctx.parameter, ctx.product, ctx.queue = weight, product, queue  # type: ignore[attr-defined]
+        return y_RO
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows_RI, weight, counts_L = ctx.saved_tensors  # type: ignore[attr-defined]
-        backend: str = ctx.backend  # type: ignore[attr-defined]
+        weight, counts_L, *kept = ctx.saved_tensors  # type: ignore[attr-defined]
+        product: grouped.GroupedProduct = ctx.product  # type: ignore[attr-defined]
         grad_RO = grad_RO.contiguous()
-        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), counts_L, backend)
+        grad_RI = product.input_gradient(grad_RO, _matrix(weight), counts_L)
 
         def write(out: Tensor, beta: float) -> None:
-            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, counts_L, backend, beta)
+            rows_RI = product.rows(tuple(kept), grad_RO.dtype)
+            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, counts_L, product.backend, beta)
 
         gradient = leave_gradient(ctx.parameter, write, ctx.queue)  # type: ignore[attr-defined]
         return grad_RI, gradient, None, None, None
@@ -74,7 +77,11 @@ class Experts(nn.Module):
         self.activation_options["kernels"] = choose(model.kernels, ctx.device, dtype)["swiglu"]
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
-        self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
+        backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
+        scaled = scaled_product(model.fp8_format, ctx.device, dtype)
+        self.product: grouped.GroupedProduct = grouped.PlainGroupedProduct(backend)
+        if scaled is not None:
+            self.product = ScaledGroupedProduct(scaled, backend)
         fc1 = ShardSpec(
             (num_experts, self.num_projections, width, model.hidden_size),
             shards=(("ep", 0), ("etp", 2)),
@@ -99,14 +106,14 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
-        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, counts_L, self.product, self.queue)  # type: ignore[assignment]
         weights_R1, experts_R = weights_R.unsqueeze(1).to(hidden.dtype), None
         if self.fc1_bias is not None:
             experts_R = _experts_of_rows(counts_L, hidden)
             hidden = hidden + self.fc1_bias.flatten(1).index_select(0, experts_R)
         hidden_RPF = hidden.unflatten(1, (self.num_projections, -1))
         hidden_RF = activate(hidden_RPF, self.activation, weights_1=weights_R1, **self.activation_options)
-        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.backend, self.queue)  # type: ignore[assignment]
+        y_RD: Tensor = _GroupedLinear.apply(hidden_RF, self.fc2, counts_L, self.product, self.queue)  # type: ignore[assignment]
         if self.fc2_bias is None or experts_R is None:
             return y_RD
         # Every etp rank adds its share, and every one has the whole gradient of the result, so of the bias too.
