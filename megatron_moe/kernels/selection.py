@@ -198,6 +198,8 @@ def fp8_units(device: torch.device, dtype: torch.dtype) -> Fp8Units:
         return Fp8Units("torch", "FP8 units give bfloat16; use --bf16")
     if device.type == "meta":  # a dry run is for a machine that has them
         return Fp8Units("scaled_mm")
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return Fp8Units("torch", f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm")
     if torch.cuda.get_device_capability(device)[0] != 9:
         return Fp8Units("torch", "PyTorch has scaled products with tiles of 128 on Hopper GPUs only")
     if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
