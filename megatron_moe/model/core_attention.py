@@ -137,7 +137,7 @@ def attention_product(config: ModelConfig, ctx: ParallelContext, dtype: torch.dt
 
     Their inputs are kept as they are: query, key and value share one, and the core keeps its result itself.
     """
-    scaled = scaled_product(config.fp8_format, ctx.device, dtype)
+    scaled = scaled_product(config, ctx.device, dtype)
     return PLAIN if scaled is None else scaled.keeping_given_rows()
 
 

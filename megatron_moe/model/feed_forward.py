@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         )
         self.has_fused_activation = config.activation == "swiglu" and clamp is None and offset == 0
         self.num_projections = 2 if config.gated else 1
-        product = scaled_product(config.fp8_format, ctx.device, dtype) or PLAIN
+        product = scaled_product(config, ctx.device, dtype) or PLAIN
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),
             ctx,

@@ -78,7 +78,7 @@ class Experts(nn.Module):
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
         backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
-        scaled = scaled_product(model.fp8_format, ctx.device, dtype)
+        scaled = scaled_product(model, ctx.device, dtype)
         self.product: grouped.GroupedProduct = grouped.PlainGroupedProduct(backend)
         if scaled is not None:
             self.product = ScaledGroupedProduct(scaled, backend)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import RankPool
-from tests.parity.harness import BASE, Trace, differences, layout, trace, vary
+from tests.parity.harness import BASE, differences, layout, trace, vary
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,

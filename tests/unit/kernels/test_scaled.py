@@ -10,14 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_moe.kernels import scaled, selection
+from megatron_moe.kernels import quantisation_triton, scaled, selection
 from megatron_moe.kernels.grouped import PlainGroupedProduct, grouped_product
-from megatron_moe.kernels.scaled import E4M3, E5M2, FORMATS, Quantised, ScaledGroupedProduct, ScaledProduct
+from megatron_moe.kernels.quantisation import (
+    E4M3,
+    E5M2,
+    Quantised,
+    dequantise_blocks,
+    dequantise_rows,
+    quantise_blocks,
+    quantise_rows,
+)
+from megatron_moe.kernels.scaled import FORMATS, ScaledGroupedProduct, ScaledProduct
+from megatron_moe.kernels.selection import Fp8Kernels, choose_fp8
 from tests.helpers.building import normal
 
 FORMS = [E4M3, E5M2]
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BLOCK = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def numbers(form: torch.dtype) -> list[float]:
@@ -50,7 +61,7 @@ def scale_of(tile: list[float], form: torch.dtype) -> float:
 def test_every_number_against_the_definition_of_the_format(form: torch.dtype, dtype: torch.dtype) -> None:
     rows = normal(1, 5, 10, dtype=dtype) * torch.tensor([1e-3, 1.0, 40.0, 1e5, 0.0], dtype=dtype).unsqueeze(1)
     rows[1, 1], rows[2, 3], rows[2, 4:7] = LARGEST[form], rows[2].abs().max() * 1e-4, 0.0  # exact, and below its unit
-    found = scaled.quantise_rows(rows, form, BLOCK)
+    found = quantise_rows(rows, form, BLOCK)
     assert found.values.shape == rows.shape and found.scales.shape == (5, 3)
     for row in range(5):
         for start in range(0, 10, BLOCK):
@@ -65,7 +76,7 @@ def test_every_number_against_the_definition_of_the_format(form: torch.dtype, dt
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_blocks_of_a_weight_are_rows_that_share_a_scale(form: torch.dtype) -> None:
     weight = normal(2, 2, 6, 10) * torch.logspace(-3, 3, 10, dtype=torch.float64)
-    found = scaled.quantise_blocks(weight, form, BLOCK)
+    found = quantise_blocks(weight, form, BLOCK)
     assert found.scales.shape == (2, 2, 3)
     for expert, i, j in itertools.product(range(2), range(2), range(3)):
         box = expert, slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
@@ -77,13 +88,13 @@ def test_blocks_of_a_weight_are_rows_that_share_a_scale(form: torch.dtype) -> No
 
 def test_what_a_rank_holds_does_not_change_a_tile() -> None:
     x, weight = normal(3, 6, 12), normal(4, 8, 12)
-    rows, blocks = scaled.quantise_rows(x, E4M3, BLOCK), scaled.quantise_blocks(weight, E4M3, BLOCK)
-    some = scaled.quantise_rows(x[2:5, 4:], E4M3, BLOCK)
+    rows, blocks = quantise_rows(x, E4M3, BLOCK), quantise_blocks(weight, E4M3, BLOCK)
+    some = quantise_rows(x[2:5, 4:], E4M3, BLOCK)
     assert torch.equal(some.values.double(), rows.values[2:5, 4:].double())
     assert torch.equal(some.scales, rows.scales[2:5, 1:])
-    slices = scaled.quantise_blocks(weight[4:, :8], E4M3, BLOCK)
+    slices = quantise_blocks(weight[4:, :8], E4M3, BLOCK)
     assert torch.equal(slices.values.double(), blocks.values[4:, :8].double())
-    transposed = scaled.quantise_blocks(weight.T, E4M3, BLOCK)
+    transposed = quantise_blocks(weight.T, E4M3, BLOCK)
     assert torch.equal(transposed.values.double(), blocks.values.T.double())
     assert torch.equal(transposed.scales, blocks.scales.T)
 
@@ -91,7 +102,7 @@ def test_what_a_rank_holds_does_not_change_a_tile() -> None:
 def test_the_error_of_a_product_is_that_of_rounding() -> None:
     """Each factor is off by half a unit of 2^-3, relative, or by half the smallest number, of its tile's scale."""
     x, weight = normal(5, 7, 320), normal(6, 200, 320)
-    rows, blocks = scaled.quantise_rows(x, E4M3), scaled.quantise_blocks(weight, E4M3)
+    rows, blocks = quantise_rows(x, E4M3), quantise_blocks(weight, E4M3)
     found, exact = scaled.reference_product(rows, blocks, torch.float64), x @ weight.T
 
     def bound(values: Tensor, spread: Tensor) -> Tensor:
@@ -108,9 +119,7 @@ def test_the_error_of_a_product_is_that_of_rounding() -> None:
 def test_what_is_not_finite_stays_so(value: float) -> None:
     x = normal(7, 2, 8)
     x[0, 1] = value
-    product = scaled.reference_product(
-        scaled.quantise_rows(x, E4M3), scaled.quantise_blocks(normal(8, 3, 8), E4M3), torch.float64
-    )
+    product = scaled.reference_product(quantise_rows(x, E4M3), quantise_blocks(normal(8, 3, 8), E4M3), torch.float64)
     assert product[0].isnan().all() and product[1].isfinite().all()
 
 
@@ -118,11 +127,11 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
 @pytest.mark.parametrize("keeps_quantised", [True, False])
 def test_a_linear_multiplies_forward_and_back(name: str, keeps_quantised: bool) -> None:
     form, gradient_form = FORMATS[name]
-    product = ScaledProduct(form, gradient_form, "torch", keeps_quantised)
+    product = ScaledProduct(form, gradient_form, Fp8Kernels("torch"), keeps_quantised)
     x, weight, grad = normal(9, 2, 3, 8), normal(10, 5, 8), normal(11, 2, 3, 5)
-    rows = scaled.dequantise_rows(scaled.quantise_rows(x, form), torch.float64)
-    matrix = scaled.dequantise_blocks(scaled.quantise_blocks(weight, form), torch.float64)
-    back = scaled.dequantise_rows(scaled.quantise_rows(grad, gradient_form), torch.float64)
+    rows = dequantise_rows(quantise_rows(x, form), torch.float64)
+    matrix = dequantise_blocks(quantise_blocks(weight, form), torch.float64)
+    back = dequantise_rows(quantise_rows(grad, gradient_form), torch.float64)
     found, kept = product.forward(x, weight)
     torch.testing.assert_close(found, rows @ matrix.T)
     torch.testing.assert_close(product.input_gradient(grad, weight), back @ matrix)
@@ -169,7 +178,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_units_get_what_they_ask_for(units: None, shape: tuple[int, int, int, int]) -> None:
     *lengths, width, out = shape
     x, weight, grad = normal(12, *lengths, width), normal(13, out, width), normal(14, *lengths, out)
-    reference, hardware = (ScaledProduct(E4M3, E5M2, name) for name in ("torch", "scaled_mm"))
+    reference, hardware = (ScaledProduct(E4M3, E5M2, Fp8Kernels(name)) for name in ("torch", "scaled_mm"))
     torch.testing.assert_close(hardware.forward(x, weight)[0], reference.forward(x, weight)[0])
     torch.testing.assert_close(hardware.input_gradient(grad, weight), reference.input_gradient(grad, weight))
 
@@ -180,38 +189,59 @@ def test_experts(units: None, counts: list[int]) -> None:
     rows_RI, weight_LOI, grad_RO = normal(15, num, 140), normal(16, 3, 40, 140), normal(17, num, 40)
     plain = PlainGroupedProduct("loop")
     for implementation in ("torch", "scaled_mm"):
-        product = ScaledGroupedProduct(ScaledProduct(E4M3, E5M2, implementation), "loop")
+        product = ScaledGroupedProduct(ScaledProduct(E4M3, E5M2, Fp8Kernels(implementation)), "loop")
         found, kept = product.forward(rows_RI, weight_LOI, counts_L)
-        rows = scaled.dequantise_rows(scaled.quantise_rows(rows_RI, E4M3), torch.float64)
-        weight = scaled.dequantise_blocks(scaled.quantise_blocks(weight_LOI, E4M3), torch.float64)
+        rows = dequantise_rows(quantise_rows(rows_RI, E4M3), torch.float64)
+        weight = dequantise_blocks(quantise_blocks(weight_LOI, E4M3), torch.float64)
         torch.testing.assert_close(found, grouped_product(rows, weight, counts_L, "loop"))
         assert torch.equal(product.rows(kept, torch.float64), rows)
-        back = scaled.dequantise_rows(scaled.quantise_rows(grad_RO, E5M2), torch.float64)
+        back = dequantise_rows(quantise_rows(grad_RO, E5M2), torch.float64)
         torch.testing.assert_close(
             product.input_gradient(grad_RO, weight_LOI, counts_L), plain.input_gradient(back, weight, counts_L)
         )
 
 
 def test_the_units_are_chosen_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    selection.fp8_units.cache_clear()
-    here = selection.fp8_units(torch.device("cpu"), torch.bfloat16)
+    gpu, here = torch.device("cuda"), choose_fp8("torch", torch.device("cpu"), torch.bfloat16)
     assert here.line("e4m3", "blockwise") == (
-        "fp8: e4m3, blockwise, emulated, with FP8's rounding and without its speed (cpu has no FP8 units)"
+        "fp8: e4m3, blockwise, emulated, with FP8's rounding and without its speed (cpu has no FP8 units), "
+        "tiles by torch"
     )
-    gpu, capability = torch.device("cuda"), (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "cuda", "12.10")
-    assert selection.fp8_units(gpu, torch.bfloat16).line("hybrid", "blockwise") == (
-        "fp8: hybrid, blockwise, by scaled_mm on the device's FP8 units"
+    assert choose_fp8("triton", torch.device("cpu"), torch.float64) == here
+
+    def on_gpu(cuda: str, capability: int, dtype: torch.dtype = torch.bfloat16) -> Fp8Kernels:
+        selection._no_fp8_units.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return choose_fp8("auto", gpu, dtype)
+
+    assert on_gpu("12.10", 9).line("hybrid", "blockwise") == (
+        "fp8: hybrid, blockwise, on FP8 units by scaled_mm, tiles by triton"
     )
-    assert "give bfloat16" in selection.fp8_units(gpu, torch.float32).reason
-    selection.fp8_units.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert (
-        "needs PyTorch for CUDA 12.9 or later, and this one is for 12.8"
-        in selection.fp8_units(gpu, torch.bfloat16).reason
+    assert "give bfloat16" in on_gpu("12.10", 9, torch.float32).reason
+    assert on_gpu("12.8", 9).reason == "needs PyTorch for CUDA 12.9 or later, and this one is for 12.8"
+    assert on_gpu("13.0", 10) == Fp8Kernels(
+        "torch", "torch", "PyTorch has scaled products with tiles of 128 on Hopper GPUs only"
     )
-    selection.fp8_units.cache_clear()
-    capability = (10, 0)
-    assert "Hopper" in selection.fp8_units(gpu, torch.bfloat16).reason
-    selection.fp8_units.cache_clear()
+    selection._no_fp8_units.cache_clear()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_triton(form: torch.dtype, dtype: torch.dtype) -> None:
+    rows = normal(18, 3, 5, 1200, dtype=dtype) * torch.logspace(-8, 8, 5).to(dtype).unsqueeze(1)
+    rows[0, 0, 0], rows[0, 1, 128:256] = math.inf, LARGEST[form] / 4  # the largest number itself: a scale of 1/4
+    weight = normal(19, 2, 130, 300, dtype=dtype)
+    weight[1, 129, 0] = math.nan
+    assert quantise_rows(rows, form).scales[0, 1, 1] == 0.25
+    for found, expected in (
+        (quantisation_triton.quantise_rows(rows.to(DEVICE), form), quantise_rows(rows, form)),
+        (quantisation_triton.quantise_blocks(weight.to(DEVICE), form), quantise_blocks(weight, form)),
+    ):
+        scales = found.scales.cpu()
+        assert torch.equal(scales.nan_to_num(), expected.scales.nan_to_num())
+        assert torch.equal(scales.isnan(), expected.scales.isnan()) and scales.isnan().sum() == 1
+        values, theirs = found.values.cpu().float(), expected.values.float()
+        tile = dequantise_rows if found.values.shape == rows.shape else dequantise_blocks
+        no_number = tile(expected, torch.float32).isnan()
+        assert torch.equal(values.where(~no_number, 0), theirs.where(~no_number, 0))
