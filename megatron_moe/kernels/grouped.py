@@ -4,7 +4,7 @@
     weight_LOI, product_RO[r] = weight[l(r)] @ rows[r]
 
 ``loop`` runs one product per expert into slices of one output; ``grouped_mm`` is torch's fused product
-(float32, bfloat16, float16; row strides in multiples of 16 bytes).
+(float32, bfloat16, float16; row strides in multiples of 16 bytes); ``transformer-engine`` is that library's.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_moe.kernels.selection import functions, missing
 
 
 def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]) -> str:
@@ -25,8 +27,16 @@ def choose_backend(requested: str, dtype: torch.dtype, device: torch.device, siz
         sizes: lengths of the matrices' rows; the fused product wants multiples of 16 bytes.
 
     Raises:
-        ValueError: grouped_mm was asked for with a type or a size it does not support.
+        ValueError: what was asked for has no such type or size, or is not installed.
     """
+    if requested == "transformer-engine":
+        if device.type == "meta":  # a dry run has no libraries
+            return choose_backend("auto", dtype, device, sizes)
+        problem = missing(requested, device.type)
+        if problem is None and dtype == torch.float64:
+            problem = "Transformer Engine has no float64; use --moe-expert-backend auto."
+        if problem is not None:
+            raise ValueError(f"--moe-expert-backend {requested}: {problem}")
     aligned = all(size * dtype.itemsize % 16 == 0 for size in sizes)
     if requested == "auto":
         return "grouped_mm" if device.type in ("cuda", "meta") and dtype == torch.bfloat16 and aligned else "loop"
@@ -96,6 +106,8 @@ def grouped_product(rows_RI: Tensor, weight_LOI: Tensor, counts_L: Tensor, backe
     """[R, I] x [L, O, I] -> [R, O]."""
     if backend == "grouped_mm":
         return F.grouped_mm(rows_RI, weight_LOI.transpose(1, 2), offs=_offsets(counts_L, rows_RI.device))
+    if backend == "transformer-engine":
+        return functions("grouped", backend).grouped_product(rows_RI, weight_LOI, runs(counts_L))
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_LOI.shape[1])
     for expert, start, stop in runs(counts_L):
         torch.mm(rows_RI[start:stop], weight_LOI[expert].T, out=out_RO[start:stop])
@@ -106,6 +118,8 @@ def grouped_product_transposed(grad_RO: Tensor, weight_LOI: Tensor, counts_L: Te
     """Gradient of the rows: [R, O] x [L, O, I] -> [R, I]."""
     if backend == "grouped_mm":
         return F.grouped_mm(grad_RO, weight_LOI, offs=_offsets(counts_L, grad_RO.device))
+    if backend == "transformer-engine":
+        return functions("grouped", backend).grouped_product_transposed(grad_RO, weight_LOI, runs(counts_L))
     out_RI = grad_RO.new_empty(grad_RO.shape[0], weight_LOI.shape[2])
     for expert, start, stop in runs(counts_L):
         torch.mm(grad_RO[start:stop], weight_LOI[expert], out=out_RI[start:stop])
@@ -123,6 +137,9 @@ def add_grouped_outer_product(
     if backend == "grouped_mm":
         product_LOI = F.grouped_mm(grad_RO.T, rows_RI, offs=_offsets(counts_L, grad_RO.device))
         out_LOI.copy_(product_LOI) if beta == 0 else out_LOI.add_(product_LOI)
+        return
+    if backend == "transformer-engine":
+        functions("grouped", backend).add_grouped_outer_product(out_LOI, grad_RO, rows_RI, runs(counts_L), beta)
         return
     with_rows, same_type = runs(counts_L), out_LOI.dtype == grad_RO.dtype
     if beta == 0 and not (same_type and len(with_rows) == len(out_LOI)):

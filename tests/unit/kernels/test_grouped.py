@@ -1,5 +1,8 @@
 """Grouped products against one einsum over a one-hot of the experts."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -21,13 +24,57 @@ COUNTS = {
 }
 
 
+def general_grouped_gemm(
+    A,
+    B,
+    out,
+    quantization_params,
+    out_dtype,
+    layout="TN",
+    m_splits=None,
+    gelu=False,
+    grad=False,
+    accumulate=False,
+    bias=None,
+    use_bias=False,
+    use_split_accumulator=False,
+    D_dtype=None,
+    single_output=False,
+):
+    """Stands in for Transformer Engine 2.20.2's, whose parameters these are; matrices as its C++ reads them."""
+    assert len(A) == len(B) == len(quantization_params) > 0 and not (gelu or use_bias or any(quantization_params))
+    assert all(t.is_contiguous() for t in (*A, *B, *out))
+    products = [(b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a) for a, b in zip(A, B, strict=True)]
+    assert len(out) == (1 if single_output else len(A))
+    into = out[0].split(m_splits) if single_output else out
+    for place, product in zip(into, products, strict=True):
+        place.copy_(place + product if accumulate else product)
+    return out, [], []
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    module = types.ModuleType("transformer_engine.pytorch.cpp_extensions")
+    module.general_grouped_gemm = general_grouped_gemm  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield
+    sys.modules.pop("megatron_moe.kernels.grouped_transformer_engine", None)
+
+
 @pytest.mark.parametrize("counts", list(COUNTS.values()), ids=list(COUNTS))
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("loop", torch.float64), ("loop", torch.float32), ("grouped_mm", torch.float32)],
+    [
+        ("loop", torch.float64),
+        ("loop", torch.float32),
+        ("grouped_mm", torch.float32),
+        ("transformer-engine", torch.float32),
+    ],
     ids=str,
 )
-def test_against_einsum(backend, dtype, counts):
+def test_against_einsum(backend, dtype, counts, transformer_engine):
     num_rows, counts_L = sum(counts), torch.tensor(counts)
     rows_RI, grad_RO = normal(1, num_rows, IN, dtype=dtype), normal(2, num_rows, OUT, dtype=dtype)
     weight_LOI = normal(3, NUM, OUT, IN, dtype=dtype)
@@ -83,3 +130,6 @@ def test_choice_of_backend():
     assert choose_backend("grouped_mm", torch.float32, cpu, (64, 128)) == "grouped_mm"
     with pytest.raises(ValueError, match="Use loop"):
         choose_backend("grouped_mm", torch.float64, cpu, (64, 128))
+    with pytest.raises(ValueError, match=r"--moe-expert-backend transformer-engine: .* is not installed; pip install"):
+        choose_backend("transformer-engine", torch.bfloat16, cuda, (64, 128))
+    assert choose_backend("transformer-engine", torch.bfloat16, torch.device("meta"), (64, 128)) == "grouped_mm"
