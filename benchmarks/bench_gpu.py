@@ -285,10 +285,10 @@ def product_rows(setup: Setup) -> list[dict[str, Any]]:
 
 def three_products(x_RD: Tensor, weight_LFD: Tensor, counts_L: Tensor, backend: str) -> None:
     """Forward, gradient of the rows, gradient of the weights."""
-    groups = grouped.groups_of(counts_L, backend, x_RD.device)
-    y_RF = grouped.grouped_product(x_RD, weight_LFD, groups)
-    grouped.grouped_product_transposed(y_RF, weight_LFD, groups)
-    grouped.add_grouped_outer_product(torch.empty_like(weight_LFD), y_RF, x_RD, groups, 0.0)
+    groups = grouped.Groups(counts_L, x_RD.device)
+    y_RF = grouped.grouped_product(x_RD, weight_LFD, groups, backend)
+    grouped.grouped_product_transposed(y_RF, weight_LFD, groups, backend)
+    grouped.add_grouped_outer_product(torch.empty_like(weight_LFD), y_RF, x_RD, groups, backend, 0.0)
 
 
 def main(argv: list[str] | None = None) -> int:

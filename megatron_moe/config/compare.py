@@ -46,6 +46,7 @@ _EXCEPTIONS = {
         moe_input_jitter_eps moe_eval_capacity_factor moe_router_bias_update_rate
         data_path train_data_path valid_data_path test_data_path tokenizer_model
         global_batch_size rampup_batch_size train_iters train_samples params_dtype
+        fp8_format fp8_recipe
         check_for_nan_in_loss_and_grad on_nonfinite on_spike loss_spike_factor grad_norm_spike_factor
         """,
     Agreement.FREE: """

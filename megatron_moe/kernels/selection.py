@@ -165,6 +165,58 @@ _PROBLEMS = {
 }
 
 
+@dataclass(frozen=True)
+class Fp8Kernels:
+    """How products in FP8 are computed.
+
+    Attributes:
+        product: ``scaled_mm``, on the device's units for FP8, or ``torch``, the same products without them.
+        quantisation: what rounds and finds scales: ``triton`` in one pass, or ``torch``.
+        reason: why the products are not on such units.
+    """
+
+    product: str
+    quantisation: str = "torch"
+    reason: str = ""
+
+    def line(self, fp8_format: str, fp8_recipe: str) -> str:
+        """One line for the start of a run: ``fp8: e4m3, blockwise, on FP8 units by scaled_mm, tiles by triton``."""
+        how = f"on FP8 units by {self.product}"
+        if self.product == "torch":
+            how = f"emulated, with FP8's rounding and without its speed ({self.reason})"
+        return f"fp8: {fp8_format}, {fp8_recipe}, {how}, tiles by {self.quantisation}"
+
+
+def choose_fp8(requested: str, device: torch.device, dtype: torch.dtype) -> Fp8Kernels:
+    """What multiplies FP8 here: PyTorch's scaled product with tiles of 128, which is there for Hopper GPUs.
+
+    Args:
+        requested: value of ``--kernels``, for the rounding.
+        dtype: of the activations.
+    """
+    reason, quantisation = _no_fp8_units(device, dtype), "torch"
+    if device.type == "cuda" and not reason:  # which have the instruction for the rounding, too
+        quantisation, _ = _implementation(requested, ("triton",), device.type, dtype)
+    return Fp8Kernels("torch" if reason else "scaled_mm", quantisation, reason)
+
+
+@cache
+def _no_fp8_units(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type not in ("cuda", "meta"):
+        return f"{device.type} has no FP8 units"
+    if dtype != torch.bfloat16:
+        return "FP8 units give bfloat16; use --bf16"
+    if device.type == "meta":  # a dry run is for a machine that has them
+        return ""
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "PyTorch has scaled products with tiles of 128 on Hopper GPUs only"
+    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
+        return f"needs PyTorch for CUDA 12.9 or later, and this one is for {torch.version.cuda}"
+    return ""
+
+
 def functions(operation: str, kernels: str) -> ModuleType:
     """The module with an operation's functions: PyTorch's, or the one beside it whose name ends in the library."""
     suffix = "" if kernels == "torch" else "_" + kernels.replace("-", "_")

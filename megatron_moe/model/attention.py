@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.schema import ModelConfig
-from megatron_moe.model.core_attention import AttentionSettings, CoreAttention
+from megatron_moe.model.core_attention import AttentionSettings, CoreAttention, attention_product
 from megatron_moe.model.norm import Norm, ProjectionNorm
 from megatron_moe.model.rotary import Rotary
 from megatron_moe.parallel.context import ParallelContext
@@ -26,6 +26,7 @@ class Attention(CoreAttention):
     ) -> None:
         heads, groups, channels, tp = config.num_attention_heads, config.query_groups, config.head_channels, ctx.tp.size
         super().__init__(config, ctx, dtype, settings, scale=channels**-0.5, value_channels=channels)
+        product = attention_product(config, ctx, dtype)
         self.channels = channels
         self.kv_whole = groups < tp
         first_group = ctx.tp.rank * groups // tp
@@ -40,6 +41,7 @@ class Attention(CoreAttention):
                 bias=config.add_bias_linear or config.add_qkv_bias,
                 initial=Initial("normal", config.init_method_std),
                 queue=settings.queue,
+                product=product,
             )
 
         self.query = column(heads, 0)

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_moe.config.schema import ModelConfig
+from megatron_moe.kernels.scaled import scaled_product
 from megatron_moe.model.recompute import recomputed
 from megatron_moe.model.ring_attention import ring_attention
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import RowParallelLinear
+from megatron_moe.parallel.products import PLAIN, Product
 from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
 from megatron_moe.parallel.tokens import TokenBatch, context_chunks
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
@@ -89,6 +91,7 @@ class CoreAttention(nn.Module):
             bias=config.add_bias_linear,
             initial=Initial("normal", settings.output_std),
             queue=settings.queue,
+            product=attention_product(config, ctx, dtype),
         )
         self.cache: Cache | None = None
         self.sinks: Tensor | None = None
@@ -127,6 +130,15 @@ class CoreAttention(nn.Module):
             documents_SB = None if tokens.documents_SB is None else tokens.documents_SB[start:end]
             parts.append(attend(q_cBHC, k_SBGC[start:end], v_SBGC[start:end], documents_SB, **rules))
         return torch.cat(parts)
+
+
+def attention_product(config: ModelConfig, ctx: ParallelContext, dtype: torch.dtype) -> Product:
+    """How attention's projections multiply.
+
+    Their inputs are kept as they are: query, key and value share one, and the core keeps its result itself.
+    """
+    scaled = scaled_product(config, ctx.device, dtype)
+    return PLAIN if scaled is None else scaled.keeping_given_rows()
 
 
 def attend(

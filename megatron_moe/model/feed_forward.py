@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from megatron_moe.config.schema import ModelConfig
 from megatron_moe.kernels.activation import activate, is_fused
+from megatron_moe.kernels.scaled import scaled_product
 from megatron_moe.kernels.selection import choose
 from megatron_moe.model.recompute import recomputed
 from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter_tp
+from megatron_moe.parallel.products import PLAIN
 from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
 
@@ -44,6 +46,7 @@ class FeedForward(nn.Module):
         )
         self.has_fused_activation = is_fused(config.activation, clamp, offset)
         self.num_projections = 2 if config.gated else 1
+        product = scaled_product(config, ctx.device, dtype) or PLAIN
         self.fc1 = ColumnParallelLinear(
             (self.num_projections, width, config.hidden_size),
             ctx,
@@ -52,6 +55,7 @@ class FeedForward(nn.Module):
             bias=bias,
             initial=Initial("normal", config.init_method_std),
             queue=queue,
+            product=product,
         )
         self.fc2 = RowParallelLinear(
             width,
@@ -62,6 +66,7 @@ class FeedForward(nn.Module):
             bias=bias,
             initial=Initial("normal", output_std),
             queue=queue,
+            product=product,
         )
 
     def forward(self, x_SBD: Tensor) -> Tensor:

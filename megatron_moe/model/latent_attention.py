@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_moe.config.schema import ModelConfig
 from megatron_moe.kernels.forgetting import without_keeping
-from megatron_moe.model.core_attention import AttentionSettings, Cache, CoreAttention
+from megatron_moe.model.core_attention import AttentionSettings, Cache, CoreAttention, attention_product
 from megatron_moe.model.norm import Norm
 from megatron_moe.model.recompute import recomputed
 from megatron_moe.model.rotary import Rotary, yarn_mscale
@@ -46,7 +46,8 @@ class LatentAttention(CoreAttention):
         self.key_channels, self.rope_channels, self.value_channels = config.qk_head_dim, rope, value
         self.kv_rank, self.recompute_up = config.kv_lora_rank, settings.recompute_up_projection
         heads, query = config.num_attention_heads, config.qk_head_dim + rope
-        common = {"initial": Initial("normal", config.init_method_std), "queue": settings.queue}
+        product = attention_product(config, ctx, dtype)
+        common = {"initial": Initial("normal", config.init_method_std), "queue": settings.queue, "product": product}
 
         def down(rows: int) -> ReplicatedLinear:
             bias, partial_tp = config.add_bias_linear or config.add_qkv_bias, settings.sequence_parallel

@@ -15,6 +15,7 @@ from megatron_moe.config.schema import ModelConfig, MoEConfig
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.activation import activate, is_fused
 from megatron_moe.kernels.forgetting import without_keeping
+from megatron_moe.kernels.scaled import ScaledGroupedProduct, scaled_product
 from megatron_moe.kernels.selection import choose
 from megatron_moe.moe.permute import Copies, copy_rows
 from megatron_moe.moe.replay import decided
@@ -32,24 +33,28 @@ class _GroupedLinear(torch.autograd.Function):
         rows_RI: Tensor,
         weight: ShardedParameter,
         groups: grouped.Groups,
+        product: grouped.GroupedProduct,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(rows_RI, weight)
-        ctx.parameter, ctx.groups, ctx.queue = weight, groups, queue  # type: ignore[attr-defined]
-        return grouped.grouped_product(rows_RI, _matrix(weight), groups)
+        y_RO, kept = product.forward(rows_RI, _matrix(weight), groups)
+        ctx.save_for_backward(weight, *kept)
+        ctx.parameter, ctx.groups, ctx.product, ctx.queue = weight, groups, product, queue  # type: ignore[attr-defined]
+        return y_RO
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_RO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows_RI, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        weight, *kept = ctx.saved_tensors  # type: ignore[attr-defined]
         groups: grouped.Groups = ctx.groups  # type: ignore[attr-defined]
+        product: grouped.GroupedProduct = ctx.product  # type: ignore[attr-defined]
         grad_RO = grad_RO.contiguous()
-        grad_RI = grouped.grouped_product_transposed(grad_RO, _matrix(weight), groups)
+        grad_RI = product.input_gradient(grad_RO, _matrix(weight), groups)
 
         def write(out: Tensor, beta: float) -> None:
-            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, groups, beta)
+            rows_RI = product.rows(tuple(kept), grad_RO.dtype)
+            grouped.add_grouped_outer_product(_matrix(out), grad_RO, rows_RI, groups, product.backend, beta)
 
         gradient = leave_gradient(ctx.parameter, write, ctx.queue)  # type: ignore[attr-defined]
-        return grad_RI, gradient, None, None
+        return grad_RI, gradient, None, None, None
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -80,7 +85,11 @@ class Experts(nn.Module):
         self.has_fused_activation = is_fused(self.activation, clamp, offset)
         self.num_projections = 2 if model.gated else 1
         sizes = (model.hidden_size, width // ctx.etp.size)
-        self.backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
+        backend = grouped.choose_backend(moe.moe_expert_backend, dtype, ctx.device, sizes)
+        scaled = scaled_product(model, ctx.device, dtype)
+        self.product: grouped.GroupedProduct = grouped.PlainGroupedProduct(backend)
+        if scaled is not None:
+            self.product = ScaledGroupedProduct(scaled, backend)
         fc1 = ShardSpec(
             (num_experts, self.num_projections, width, model.hidden_size),
             shards=(("ep", 0), ("etp", 2)),
@@ -105,8 +114,8 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         """rows [R, D] expert-major, weights [R], counts [L] -> [R, D], partial over etp."""
-        groups = decided(lambda: grouped.groups_of(counts_L, self.backend, rows_RD.device))
-        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, groups, self.queue)  # type: ignore[assignment]
+        groups = decided(lambda: grouped.Groups(counts_L, rows_RD.device))
+        hidden: Tensor = _GroupedLinear.apply(rows_RD, self.fc1, groups, self.product, self.queue)  # type: ignore[assignment]
         weights_R, copies = weights_R.to(hidden.dtype), None
         if self.fc1_bias is not None:
             copies = _copies_of_experts(counts_L, hidden, self.kernels["permutation"])
@@ -114,7 +123,7 @@ class Experts(nn.Module):
         inputs = hidden.unflatten(1, (self.num_projections, -1)), weights_R.unsqueeze(1)
 
         def project(hidden_RF: Tensor) -> Tensor:
-            return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.queue)  # type: ignore[return-value]
+            return _GroupedLinear.apply(hidden_RF, self.fc2, groups, self.product, self.queue)  # type: ignore[return-value]
 
         if self.recompute_activation:
             y_RD = without_keeping(self._activate_keeping_inputs, project, *inputs)

@@ -9,13 +9,13 @@ all-gather at the column layer, reduce-scatter at the row layer (Korthikanti et 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from megatron_moe.parallel import collectives
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.sharding import Initial, ShardedParameter, ShardSpec, empty_parameter
+from megatron_moe.parallel.products import PLAIN, Product
+from megatron_moe.parallel.sharding import Initial, ShardSpec, empty_parameter
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue, leave_gradient, write_product
 
 _DEFAULT = Initial()
@@ -25,30 +25,35 @@ class _DeferrableLinear(torch.autograd.Function):
     """A linear whose backward computes the input's gradient and accumulates the weight's, or leaves it in the queue."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: ShardedParameter, queue: WeightGradientQueue | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.queue = weight, queue  # type: ignore[attr-defined]
-        return F.linear(x, weight.flatten(0, -2))
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, queue: WeightGradientQueue | None, product: Product
+    ) -> Tensor:
+        y, kept = product.forward(x, weight.flatten(0, -2))
+        ctx.save_for_backward(weight, *kept)
+        ctx.parameter, ctx.queue, ctx.product = weight, queue, product  # type: ignore[attr-defined]
+        return y
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        grad_x = grad.matmul(weight.flatten(0, -2)) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        weight, *kept = ctx.saved_tensors  # type: ignore[attr-defined]
+        product: Product = ctx.product  # type: ignore[attr-defined]
+        grad_x = product.input_gradient(grad, weight.flatten(0, -2)) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
 
         def write(out: Tensor, beta: float) -> None:
-            write_product(out.flatten(0, -2), grad.flatten(0, -2).T, x.flatten(0, -2), beta)
+            rows = product.rows(tuple(kept), grad.dtype)
+            write_product(out.flatten(0, -2), grad.flatten(0, -2).T, rows.flatten(0, -2), beta)
 
-        return grad_x, leave_gradient(ctx.parameter, write, ctx.queue), None  # type: ignore[attr-defined]
+        return grad_x, leave_gradient(ctx.parameter, write, ctx.queue), None, None  # type: ignore[attr-defined]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradientQueue | None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradientQueue | None, product: Product = PLAIN
+) -> Tensor:
     """``x @ W.T + bias`` with all dims of the weight but the last flattened into rows.
 
     With a queue, the schedule may defer the weight's gradient. A part of a parameter, which is no leaf, has no queue.
     """
-    if not isinstance(weight, ShardedParameter):
-        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
-    y: Tensor = _DeferrableLinear.apply(x, weight, queue)  # type: ignore[assignment]
+    y: Tensor = _DeferrableLinear.apply(x, weight, queue, product)  # type: ignore[assignment]
     return y if bias is None else y + bias.flatten()
 
 
@@ -60,6 +65,7 @@ class ColumnParallelLinear(nn.Module):
         cut: dim of ``shape`` that tp cuts; None keeps the weight whole on every rank, where each uses some of its rows
             (key-value heads fewer than tp), so that its gradient is partial over tp.
         bias: add a bias, cut like the rows.
+        product: how it multiplies.
     """
 
     def __init__(
@@ -72,9 +78,10 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = False,
         initial: Initial = _DEFAULT,
         queue: WeightGradientQueue | None = None,
+        product: Product = PLAIN,
     ) -> None:
         super().__init__()
-        self.queue = queue
+        self.queue, self.product = queue, product
         spec = ShardSpec(shape, shards=() if cut is None else (("tp", cut),), partial_tp=cut is None, initial=initial)
         self.weight = empty_parameter(spec, ctx, dtype)
         bias_spec = ShardSpec(
@@ -85,8 +92,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """x [S, B, D], gathered already (several column layers share one gather) -> [S, B, rows of this rank]."""
         if rows is None:
-            return linear(x, self.weight, self.bias, self.queue)
-        return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows], None)
+            return linear(x, self.weight, self.bias, self.queue, self.product)
+        return linear(x, self.weight[rows], None if self.bias is None else self.bias[rows], None, self.product)
 
 
 class ReplicatedLinear(nn.Module):
@@ -107,16 +114,17 @@ class ReplicatedLinear(nn.Module):
         bias: bool = False,
         initial: Initial = _DEFAULT,
         queue: WeightGradientQueue | None = None,
+        product: Product = PLAIN,
     ) -> None:
         super().__init__()
-        self.queue = queue
+        self.queue, self.product = queue, product
         self.weight = empty_parameter(ShardSpec(shape, partial_tp=partial_tp, initial=initial), ctx, dtype)
         bias_spec = ShardSpec(shape[:1], partial_tp=partial_tp, initial=Initial("constant", 0.0), decay=False)
         self.bias = empty_parameter(bias_spec, ctx, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias, self.queue)
+        return linear(x, self.weight, self.bias, self.queue, self.product)
 
 
 class RowParallelLinear(nn.Module):
@@ -133,9 +141,11 @@ class RowParallelLinear(nn.Module):
         bias: bool = False,
         initial: Initial = _DEFAULT,
         queue: WeightGradientQueue | None = None,
+        product: Product = PLAIN,
     ) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel, self.queue = ctx.tp, sequence_parallel, queue
+        self.axis, self.sequence_parallel = ctx.tp, sequence_parallel
+        self.queue, self.product = queue, product
         spec = ShardSpec((out_features, in_features), shards=(("tp", 1),), initial=initial)
         self.weight = empty_parameter(spec, ctx, dtype)
         # The bias is added after the sum: once per token. Its gradient covers the tokens of this rank.
@@ -146,7 +156,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [S, B, in / tp] -> [S', B, out]."""
-        y = leave_tp(linear(x, self.weight, None, self.queue), self.axis, self.sequence_parallel)
+        y = leave_tp(linear(x, self.weight, None, self.queue, self.product), self.axis, self.sequence_parallel)
         return y if self.bias is None else y + self.bias
 
 

@@ -54,15 +54,16 @@ class WeightGradientQueue:
         return len(self._waiting)
 
 
-def leave_gradient(
-    parameter: ShardedParameter, write: GradientWriter, queue: WeightGradientQueue | None
-) -> Tensor | None:
+def leave_gradient(parameter: Tensor, write: GradientWriter, queue: WeightGradientQueue | None) -> Tensor | None:
     """What a backward pass returns as the gradient of a weight, having seen to it that it is computed.
+
+    Args:
+        parameter: a parameter, or a part of one, whose gradient autograd adds to that of the whole.
 
     Returns:
         None where it is accumulated, now or when the queue is drained; else the gradient, for autograd.
     """
-    accumulate = parameter.accumulate
+    accumulate = parameter.accumulate if isinstance(parameter, ShardedParameter) else None
     if queue is not None and queue.deferring:
         assert accumulate is not None, "a deferred gradient needs someone who collects it"
         queue.push(lambda: accumulate(write))

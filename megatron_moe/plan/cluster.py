@@ -18,6 +18,7 @@ _RANGES = {
     "network_microseconds": (0.0, 1e6),
     "efficiency": (0.01, 1.0),
 }
+_FP8 = "float8"
 _NAMES = {
     "peak_tflops": ("bfloat16", "float32", "float64"),
     "efficiency": ("matmul", "attention", "memory", "node", "network"),
@@ -30,7 +31,7 @@ class Cluster:
 
     Attributes:
         gpus_per_node: devices that the fast link joins; each has its own share of the network.
-        peak_tflops: of matrix products, by type.
+        peak_tflops: of matrix products, by type; float8 where the device multiplies it in tiles of 128.
         efficiency: the part that is reached of matrix products, attention, device memory, node link and network.
     """
 
@@ -44,6 +45,22 @@ class Cluster:
     network_gb_per_s: float
     network_microseconds: float
     efficiency: dict[str, float]
+
+    def compute_seconds(self, work: Mapping[str, float], dtype: str) -> dict[str, float]:
+        """Seconds of what a device computes, by kind of operation.
+
+        Args:
+            work: FLOPs and bytes (``operations.WORK``); products in FP8 take those of ``dtype`` where the cluster has
+                no rate of its own for them.
+            dtype: of the activations.
+        """
+        peak, reached = self.peak_tflops[dtype] * 1e12, self.efficiency
+        scaled = self.peak_tflops.get(_FP8, self.peak_tflops[dtype]) * 1e12
+        return {
+            "matrix products": ((work["matmul"] - work["fp8"]) / peak + work["fp8"] / scaled) / reached["matmul"],
+            "attention": work["attention"] / (peak * reached["attention"]),
+            "other operations": work["touched"] / (self.memory_gb_per_s * 1e9 * reached["memory"]),
+        }
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -72,8 +89,10 @@ def _problems(data: Mapping[str, Any]) -> Any:
         if key not in data:
             continue
         value = data[key]
-        if key in _NAMES and not (isinstance(value, Mapping) and set(_NAMES[key]) == set(value)):
-            yield f"{key} needs a number for each of {', '.join(_NAMES[key])}, and no other."
+        optional = {_FP8} if key == "peak_tflops" else set()
+        if key in _NAMES and not (isinstance(value, Mapping) and set(_NAMES[key]) == set(value) - optional):
+            more = f", if it is there {', '.join(optional)}," * bool(optional)
+            yield f"{key} needs a number for each of {', '.join(_NAMES[key])}{more} and no other."
             continue
         numbers = value if isinstance(value, Mapping) else {"": value}
         for name, number in numbers.items():

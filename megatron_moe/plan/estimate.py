@@ -19,6 +19,7 @@ from megatron_moe.pipeline.actions import COMPUTE, Kind
 from megatron_moe.pipeline.simulate import Durations, simulate
 from megatron_moe.plan.cluster import Cluster
 from megatron_moe.plan.dry_run import Plan
+from megatron_moe.plan.operations import WORK
 from megatron_moe.plan.rank import ActionCost, Traffic
 
 _REDUCTIONS = {(axis, kind) for axis in ("dp_cp", "edp", "stage") for kind in ("all_reduce", "reduce_scatter")}
@@ -133,13 +134,7 @@ class _PipelineRank:
         self._split: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
 
     def compute(self, work: Mapping[str, float]) -> dict[str, float]:
-        peak = self.cluster.peak_tflops[self.plan.config.training.params_dtype] * 1e12
-        efficiency = self.cluster.efficiency
-        return {
-            "matrix products": work["matmul"] / (peak * efficiency["matmul"]),
-            "attention": work["attention"] / (peak * efficiency["attention"]),
-            "other operations": work["touched"] / (self.cluster.memory_gb_per_s * 1e9 * efficiency["memory"]),
-        }
+        return self.cluster.compute_seconds(work, self.plan.config.training.params_dtype)
 
     def communication(self, sent: Traffic) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by axis: waited for, and begun to be waited for later."""
@@ -204,9 +199,8 @@ class _PipelineRank:
         waited, begun = self.communication({key: value for key, value in rest.items() if value[0] > 0})
         state = self.rank.state
         touched = 2 * state.optimizer + state.gradients + state.parameters
-        found = {
-            "optimizer": self.compute({"matmul": 0.0, "attention": 0.0, "touched": float(touched)})["other operations"]
-        }
+        nothing = dict.fromkeys(WORK, 0.0)
+        found = {"optimizer": self.compute(nothing | {"touched": float(touched)})["other operations"]}
         for axis, spent in [*waited.items(), *begun.items()]:
             name = f"communication {axis}"
             found[name] = found.get(name, 0.0) + spent

@@ -70,12 +70,7 @@ def measure(base: Config, recomputation: Values, cluster: Cluster) -> Measured:
         if has_experts:
             values |= {"moe_layer_freq": f"[{','.join(pattern)}]", "moe_first_dense_layers": 0}
         trace = trace_rank(vary(base, **values, **recomputation), 2, 0)
-        work, peak = trace.work, cluster.peak_tflops[base.training.params_dtype] * 1e12
-        seconds = (
-            work["matmul"] / (peak * cluster.efficiency["matmul"])
-            + work["attention"] / (peak * cluster.efficiency["attention"])
-            + work["touched"] / (cluster.memory_gb_per_s * 1e9 * cluster.efficiency["memory"])
-        )
+        seconds = sum(cluster.compute_seconds(trace.work, base.training.params_dtype).values())
         kept = sum(cost.kept for action, cost in trace.actions if action.kind is Kind.F)
         return Piece(seconds, kept), trace.state.parameters
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_moe.plan.live import LiveBytes
 
-WORK = ("matmul", "attention", "touched")
+WORK = ("matmul", "fp8", "attention", "touched")
 
 # Bytes that an operation reads or writes, where these are not all of its arguments and results.
 _NO_BYTES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"}
@@ -31,7 +31,8 @@ class Counted:
     """What ran.
 
     Attributes:
-        work: FLOPs of matrix products and of attention, and bytes that all other operations read and wrote.
+        work: FLOPs of matrix products, of those among them in FP8, of attention, and bytes that all other operations
+            read and wrote.
         live: bytes of what they made, alive now and at most.
     """
 
@@ -97,6 +98,7 @@ class Operations(TorchDispatchMode):
                 if all(t.is_meta for t in tensors):
                     self._met[key] = met
         self.counted.work["matmul"] += met.matmul
+        self.counted.work["fp8"] += met.matmul if func is _SCALED.default else 0.0
         self.counted.work["touched"] += met.touched
         return made
 
@@ -154,4 +156,10 @@ def _grouped_flops(rows: Tensor, matrices: Tensor, *others: Any, **named: Any) -
     return 2.0 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
 
 
-_FORMULAS: dict[Any, Callable[..., float]] = {torch.ops.aten._grouped_mm: _grouped_flops}
+def _scaled_flops(rows: Tensor, matrix: Tensor, *others: Any, **named: Any) -> float:
+    """[M, K] x [K, N] in FP8."""
+    return 2.0 * rows.shape[0] * rows.shape[1] * matrix.shape[1]
+
+
+_SCALED = torch.ops.aten._scaled_mm_v2
+_FORMULAS: dict[Any, Callable[..., float]] = {torch.ops.aten._grouped_mm: _grouped_flops, _SCALED: _scaled_flops}

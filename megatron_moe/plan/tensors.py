@@ -9,8 +9,9 @@ number (a loss, a norm), the dry run answers 1. Counts of routed copies are not 
 them beforehand.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
+from megatron_moe.kernels import quantisation
 from megatron_moe.kernels.norm import rms_norm
+from megatron_moe.kernels.quantisation import BLOCK, Quantised
 from megatron_moe.plan.live import replaced
 from megatron_moe.plan.operations import Counted, Operations
 
@@ -126,6 +129,18 @@ def _on_device(value: Any) -> Any:
     return value.on_device  # type: ignore[attr-defined]
 
 
+def _quantisation(counted: Counted, tile: tuple[int, int]) -> Callable[[Tensor, torch.dtype], Quantised]:
+    """FP8 numbers as GPUs make them, in one pass, with a scale for each tile."""
+
+    def quantise(x: Tensor, form: torch.dtype) -> Quantised:
+        sizes = [math.ceil(size / part) for size, part in zip(x.shape[-2:], tile, strict=True)]
+        made = Quantised(x.new_empty(x.shape, dtype=form), x.new_empty(*x.shape[:-2], *sizes, dtype=torch.float32))
+        counted.work["touched"] += sum(t.numel() * t.element_size() for t in (x, *made))
+        return made
+
+    return quantise
+
+
 @contextmanager
 def dry_device(gpu: bool) -> Iterator[Counted]:
     """Within: the project's code runs on the meta device, and is counted; ``gpu``: as it runs on a GPU, not a CPU."""
@@ -134,5 +149,10 @@ def dry_device(gpu: bool) -> Iterator[Counted]:
     no_masks = replaced(CausalBias, "__new__", lambda cls, variant, queries, keys: torch.empty(0))
     # A backward pass recomputes: it must not be taken for one function, inside which other functions are not seen.
     see_backward = replaced(torch.autograd, "has_torch_function", lambda tensors: False)
-    with counted.live.watching(), no_masks, see_backward, _Functions(counted, gpu), Operations(counted):
+    with ExitStack() as stack:
+        if gpu:
+            for name, tile in (("quantise_rows", (1, BLOCK)), ("quantise_blocks", (BLOCK, BLOCK))):
+                stack.enter_context(replaced(quantisation, name, _quantisation(counted, tile)))
+        for each in (counted.live.watching(), no_masks, see_backward, _Functions(counted, gpu), Operations(counted)):
+            stack.enter_context(each)
         yield counted

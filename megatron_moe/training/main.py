@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_moe.checkpoint import CheckpointError
 from megatron_moe.config import Resolved, dump
 from megatron_moe.data.tokenizer import build_tokenizer
-from megatron_moe.kernels.selection import choose
+from megatron_moe.kernels.selection import choose, choose_fp8
 from megatron_moe.training import launch
 from megatron_moe.training.build import with_vocabulary
 from megatron_moe.training.faults import SharedError
@@ -46,7 +46,11 @@ def train(resolved: Resolved) -> int:
     resolved = replace(resolved, config=config, provenance=provenance)
     run = Run(config, ctx, provenance)
     if launch.is_main_rank():
-        print(choose(config.model.kernels, ctx.device, getattr(torch, config.training.params_dtype)).line(), flush=True)
+        dtype = getattr(torch, config.training.params_dtype)
+        print(choose(config.model.kernels, ctx.device, dtype).line(), flush=True)
+        if config.model.fp8_format is not None:
+            fp8 = choose_fp8(config.model.kernels, ctx.device, dtype)
+            print(fp8.line(config.model.fp8_format, config.model.fp8_recipe), flush=True)
     limit = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     heartbeat = Heartbeat(ctx, run.machine.runtime, limit)
     try:

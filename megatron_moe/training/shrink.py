@@ -15,7 +15,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_moe.config import check
-from megatron_moe.config.schema import Config
+from megatron_moe.config.schema import Config, ModelConfig
+from megatron_moe.config.schema.model import FP8_TILE
 from megatron_moe.moe.checks import moe_checks
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.pipeline.schedules import chunks_per_rank, schedule_problems
@@ -23,6 +24,7 @@ from megatron_moe.training import registries
 
 SEQ_LENGTH, HIDDEN, VOCAB = 16, 32, 67
 LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+LATENT_TILES = LATENT | dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), FP8_TILE)
 LAYOUT_FIELDS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -137,7 +139,7 @@ def _model(config: Config, sizes: MeshSizes) -> dict[str, Any]:
     model, tp, seq_length = config.model, sizes.tp, _seq_length(sizes)
     heads, groups = _heads(model.num_attention_heads, model.query_groups, tp)
     rotated = {channels: int(channels * model.rotary_percent) for channels in (8, 16, 32, 64, 128)}
-    channels = next(c for c, number in rotated.items() if number >= 2 and number % 2 == 0)
+    channels = next(c for c, n in rotated.items() if n >= 2 and n % 2 == 0 and c % _unit(model, c) == 0)
     parallel = config.parallel
     stages = sizes.pp * chunks_per_rank(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
     kinds = list(zip(config.moe.layer_pattern(model.num_layers), model.windows, strict=True))
@@ -146,7 +148,7 @@ def _model(config: Config, sizes: MeshSizes) -> dict[str, Any]:
         model,
         num_layers=len(kinds),
         hidden_size=HIDDEN,
-        ffn_hidden_size=8 * tp,
+        ffn_hidden_size=_unit(model, 8) * tp,
         num_attention_heads=heads,
         num_query_groups=model.num_query_groups and groups,
         kv_channels=None if model.multi_latent_attention else channels,
@@ -156,9 +158,14 @@ def _model(config: Config, sizes: MeshSizes) -> dict[str, Any]:
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 4),
     )
     if model.multi_latent_attention:
-        small = replace(small, q_lora_rank=model.q_lora_rank and 12, **LATENT)
+        small = replace(small, q_lora_rank=model.q_lora_rank and 12, **(LATENT_TILES if model.fp8_format else LATENT))
     freq = str([int(is_moe) for is_moe, _ in kinds]) if config.moe.num_experts else None
     return {"model": small, "moe": replace(config.moe, moe_layer_freq=freq, moe_first_dense_layers=0)}
+
+
+def _unit(model: ModelConfig, smallest: int) -> int:
+    """What a rank's slice is a multiple of: of whole tiles where numbers are FP8."""
+    return smallest if model.fp8_format is None else FP8_TILE
 
 
 def _heads(heads: int, groups: int, tp: int) -> tuple[int, int]:
@@ -188,14 +195,14 @@ def _some_layers(kinds: Sequence[Kind], num: int) -> list[Kind]:
 
 def _moe(small: Config, config: Config, sizes: MeshSizes) -> Any:
     """Experts: the fewest that ep, groups and K allow, and some that no token needs."""
-    moe, num_experts = small.moe, small.moe.num_experts
+    moe, num_experts, unit = small.moe, small.moe.num_experts, _unit(small.model, 8)
     if num_experts is None:
         return moe
     moe = replace(
         moe,
         moe_num_experts_per_layer=None,
-        moe_ffn_hidden_size=8 * sizes.etp,
-        moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and 8 * sizes.tp,
+        moe_ffn_hidden_size=unit * sizes.etp,
+        moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and unit * sizes.tp,
         moe_group_size=_group_size(config, _seq_length(sizes)),
     )
     step = math.lcm(sizes.ep, moe.moe_router_num_groups or 1)

@@ -18,8 +18,8 @@ from tests.parity.dry_runs import LAYOUTS, differences, quickstart
 from tests.parity.harness import batches
 
 SHORT = {"seq_length": 32, "global_batch_size": 8, "vocab_size": 512}
-SUITE = {  # every axis, collective and way of sharing weights, and five layouts of the list with a change
-    "dp=4,ep=2,zero=3": {},
+SUITE = {  # every axis, collective and way of sharing weights, and the layouts of the list with a feature more
+    "dp=4,ep=2,zero=3": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
     "cp=2,dp=1,ep=2,cp_comm=p2p": {"recompute_granularity": "full"},
     "tp=2,dp=4,ep=4,etp=2,overlap=2,deduplicate=1": {"num_layers": 2},
     "pp=2,dp=2,ep=2,schedule=zb-h1,zero=2": {"moe_router": "force_skewed", "moe_router_force_skew": 2.0},

@@ -77,6 +77,14 @@ def test_latent_attention_windows_and_dense_models_are_kept(yaml_file: str) -> N
         assert (None in config.model.windows) == (flags is not latent)
 
 
+def test_tiles_of_fp8_stay_whole(yaml_file: str) -> None:
+    fp8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--kv-channels", "128", "--ffn-hidden-size", "2048"]
+    for latent in ([], ["--multi-latent-attention", "--kv-channels", "none", "--num-query-groups", "none"]):
+        config, world_size = scaled_down(["--config", yaml_file, *fp8, *latent], "tp=2,etp=2,pp=2")
+        assert check(config, world_size, registries.CHOICES, registries.RULES, to_train=False) == []
+        assert config.model.fp8_format == "e4m3" and config.moe.moe_ffn_hidden_size == 256
+
+
 @contextmanager
 def sum_forgets_a_rank(machine: Machine) -> Iterator[None]:
     """Rank 1 of tp contributes nothing to reduce-scatters of activations of one layer's attention output."""

@@ -20,6 +20,7 @@ _READERS: tuple[_Reader, ...] = (
     ),
     ("--qk-layernorm", lambda model: model.qk_layernorm, "qk_layernorm_scope qk_layernorm_epsilon"),
     ("--window-size", lambda model: bool(model.window_size), "window_attn_skip_freq"),
+    ("--fp8-format", lambda model: model.fp8_format is not None, "fp8_recipe"),
     ("--mtp-num-layers", lambda model: model.mtp_num_layers is not None, "mtp_loss_scaling_factor"),
     (
         "a gated --activation",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_moe.config.checks import bounds, files, model, moe, parallel, parts, training
+from megatron_moe.config.checks import bounds, files, fp8, model, moe, parallel, parts, training
 from megatron_moe.config.checks.support import Rule
 from megatron_moe.config.errors import sentence
 from megatron_moe.config.schema import Config
@@ -11,6 +11,7 @@ from megatron_moe.config.settings import Registries, settings, value_of
 ALWAYS: tuple[Rule, ...] = (
     *model.RULES,
     *parts.RULES,
+    *fp8.RULES,
     *moe.RULES,
     *parallel.RULES,
     *training.RULES,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from megatron_moe.config.fields import flag
 from megatron_moe.config.patterns import window_pattern
 
+FP8_TILE = 128  # channels that share a scale
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -120,6 +122,19 @@ class ModelConfig:
         "Fused kernels: PyTorch's operations, or those of a library for what it has. By default what is best of the "
         "installed on the device: PyTorch's on a CPU. A line at the start says which operation uses what.",
         choices=("auto", "torch", "triton", "transformer-engine", "apex"),
+    )
+
+    fp8_format: str | None = flag(
+        None,
+        "Multiply in FP8 in attention projections, feed-forward layers and experts: e4m3 for everything, or hybrid: "
+        "e5m2 for output gradients. Needs --fp8-recipe blockwise. See docs/fp8.md. Default: no FP8.",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = flag(
+        "delayed",
+        "What a scale of FP8 numbers covers. Only blockwise does not depend on the layout: 128 channels of a row, or "
+        "128 x 128 of a weight.",
+        choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     )
 
     @property

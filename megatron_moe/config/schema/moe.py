@@ -140,8 +140,9 @@ class MoEConfig:
     )
     moe_expert_backend: str = flag(
         "auto",
-        "Expert product: one grouped matrix product, or a loop over experts; auto picks by device and type.",
-        choices=("auto", "loop", "grouped_mm"),
+        "Expert product: one grouped matrix product, PyTorch's or Transformer Engine's, or a loop over experts; auto "
+        "picks one of PyTorch's by device and type.",
+        choices=("auto", "loop", "grouped_mm", "transformer-engine"),
     )
 
     def layer_pattern(self, num_layers: int) -> tuple[bool, ...]:

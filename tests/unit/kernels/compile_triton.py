@@ -21,6 +21,7 @@ from megatron_moe.kernels import blocks
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+TYPES |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 
 
 def compile_instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -41,7 +42,14 @@ def compile_instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, **const
 def main() -> int:
     """All kernels with and without their optional inputs."""
     blocks.launch = compile_instead
-    from megatron_moe.kernels import cross_entropy_triton, permutation_triton, scoring_triton, swiglu_triton
+    from megatron_moe.kernels import (
+        cross_entropy_triton,
+        permutation_triton,
+        quantisation_triton,
+        scoring_triton,
+        swiglu_triton,
+    )
+    from megatron_moe.kernels.quantisation import LARGEST_EXPONENT
     from megatron_moe.kernels.scoring import ScoringRule
 
     ids = torch.zeros(4, dtype=torch.int64)
@@ -56,6 +64,10 @@ def main() -> int:
         permutation_triton.row_products(rows, rows, ids)
         shard = cross_entropy_triton.shard_statistics(rows, ids, 700)
         cross_entropy_triton.shard_gradient(rows, ids, 700, shard.peak_N, shard.sum_N, shard.sum_N, dtype)
+    for dtype in (torch.bfloat16, torch.float32):
+        for form in LARGEST_EXPONENT:
+            quantisation_triton.quantise_rows(torch.zeros(4, 768, dtype=dtype), form)
+            quantisation_triton.quantise_blocks(torch.zeros(2, 128, 768, dtype=dtype), form)
     for dtype in (torch.float32, torch.float64):
         logits_TE, bias_E = torch.zeros(100, 8, dtype=dtype), torch.zeros(8, dtype=dtype)
         for rule in (

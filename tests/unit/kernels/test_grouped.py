@@ -1,14 +1,17 @@
 """Grouped products against one einsum over a one-hot of the experts."""
 
+import sys
+import types
+
 import pytest
 import torch
 
 from megatron_moe.kernels.grouped import (
+    Groups,
     add_grouped_outer_product,
     choose_backend,
     grouped_product,
     grouped_product_transposed,
-    groups_of,
 )
 from tests.helpers.building import normal
 
@@ -22,15 +25,59 @@ COUNTS = {
 }
 
 
+def general_grouped_gemm(
+    A,
+    B,
+    out,
+    quantization_params,
+    out_dtype,
+    layout="TN",
+    m_splits=None,
+    gelu=False,
+    grad=False,
+    accumulate=False,
+    bias=None,
+    use_bias=False,
+    use_split_accumulator=False,
+    D_dtype=None,
+    single_output=False,
+):
+    """Stands in for Transformer Engine 2.20.2's, whose parameters these are; matrices as its C++ reads them."""
+    assert len(A) == len(B) == len(quantization_params) > 0 and not (gelu or use_bias or any(quantization_params))
+    assert all(t.is_contiguous() for t in (*A, *B, *out))
+    products = [(b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a) for a, b in zip(A, B, strict=True)]
+    assert len(out) == (1 if single_output else len(A))
+    into = out[0].split(m_splits) if single_output else out
+    for place, product in zip(into, products, strict=True):
+        place.copy_(place + product if accumulate else product)
+    return out, [], []
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    module = types.ModuleType("transformer_engine.pytorch.cpp_extensions")
+    module.general_grouped_gemm = general_grouped_gemm  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield
+    sys.modules.pop("megatron_moe.kernels.grouped_transformer_engine", None)
+
+
 @pytest.mark.parametrize("counts", list(COUNTS.values()), ids=list(COUNTS))
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("loop", torch.float64), ("loop", torch.float32), ("grouped_mm", torch.float32)],
+    [
+        ("loop", torch.float64),
+        ("loop", torch.float32),
+        ("grouped_mm", torch.float32),
+        ("transformer-engine", torch.float32),
+    ],
     ids=str,
 )
-def test_against_einsum(backend, dtype, counts):
+def test_against_einsum(backend, dtype, counts, transformer_engine):
     num_rows, counts_L = sum(counts), torch.tensor(counts)
-    groups = groups_of(counts_L, backend, torch.device("cpu"))
+    groups = Groups(counts_L, torch.device("cpu"))
     rows_RI, grad_RO = normal(1, num_rows, IN, dtype=dtype), normal(2, num_rows, OUT, dtype=dtype)
     weight_LOI = normal(3, NUM, OUT, IN, dtype=dtype)
     expert_R = torch.repeat_interleave(torch.arange(NUM), counts_L)
@@ -39,15 +86,15 @@ def test_against_einsum(backend, dtype, counts):
 
     for found, expected in (
         (
-            grouped_product(rows_RI, weight_LOI, groups),
+            grouped_product(rows_RI, weight_LOI, groups, backend),
             torch.einsum("ri,loi,rl->ro", rows_RI, weight_LOI, of_RL),
         ),
         (
-            grouped_product_transposed(grad_RO, weight_LOI, groups),
+            grouped_product_transposed(grad_RO, weight_LOI, groups, backend),
             torch.einsum("ro,loi,rl->ri", grad_RO, weight_LOI, of_RL),
         ),
         (
-            outer_product(grad_RO, rows_RI, groups),
+            outer_product(grad_RO, rows_RI, groups, backend),
             torch.einsum("ro,ri,rl->loi", grad_RO, rows_RI, of_RL),
         ),
     ):
@@ -66,11 +113,11 @@ def outer_product(*arguments):
 
 def test_outer_product_in_another_precision():
     """Gradients of a lower precision are accumulated in the buffer's."""
-    groups = groups_of(torch.tensor([3, 0, 2] + [0] * (NUM - 3)), "loop", torch.device("cpu"))
+    groups = Groups(torch.tensor([3, 0, 2] + [0] * (NUM - 3)), torch.device("cpu"))
     rows_RI, grad_RO = normal(1, 5, IN, dtype=torch.float32), normal(2, 5, OUT, dtype=torch.float32)
     wide, narrow = torch.full((2, NUM, OUT, IN), float("nan"), dtype=torch.float64)
-    add_grouped_outer_product(wide, grad_RO.double(), rows_RI.double(), groups, 0.0)
-    add_grouped_outer_product(narrow, grad_RO, rows_RI, groups, 0.0)
+    add_grouped_outer_product(wide, grad_RO.double(), rows_RI.double(), groups, "loop", 0.0)
+    add_grouped_outer_product(narrow, grad_RO, rows_RI, groups, "loop", 0.0)
     torch.testing.assert_close(narrow, wide, rtol=1e-5, atol=1e-6)
 
 
@@ -85,3 +132,6 @@ def test_choice_of_backend():
     assert choose_backend("grouped_mm", torch.float32, cpu, (64, 128)) == "grouped_mm"
     with pytest.raises(ValueError, match="Use loop"):
         choose_backend("grouped_mm", torch.float64, cpu, (64, 128))
+    with pytest.raises(ValueError, match=r"--moe-expert-backend transformer-engine: .* is not installed; pip install"):
+        choose_backend("transformer-engine", torch.bfloat16, cuda, (64, 128))
+    assert choose_backend("transformer-engine", torch.bfloat16, torch.device("meta"), (64, 128)) == "grouped_mm"

@@ -12,7 +12,8 @@ import pretrain_moe
 from megatron_moe.config import ConfigError
 from megatron_moe.model.flops import ForwardFlops
 from megatron_moe.moe.routers.forced import dealt_ids
-from megatron_moe.plan.cluster import read_cluster
+from megatron_moe.pipeline.actions import Kind
+from megatron_moe.plan.cluster import Cluster, read_cluster
 from megatron_moe.plan.configure import configured
 from megatron_moe.plan.dry_run import Plan, dry_run
 from megatron_moe.plan.estimate import collective_seconds, estimate
@@ -165,6 +166,40 @@ def test_skew_shows_in_memory_and_traffic() -> None:
     balanced, skewed = dry_run(config, 4), dry_run(config, 4, skew=2.0)
     assert skewed.memory(0)["activations"] > balanced.memory(0)["activations"]
     assert skewed.ranks[0].state == balanced.ranks[0].state
+
+
+def test_fp8_halves_what_experts_and_feed_forward_keep_and_the_time_of_their_products() -> None:
+    """What is kept for the weights' gradients: a byte a number and four a tile, instead of two a number."""
+    flags = [
+        *TINY,
+        "--hidden-size=256",
+        "--ffn-hidden-size=384",
+        "--moe-ffn-hidden-size=128",
+        "--params-dtype=bfloat16",
+    ]
+    plain, scaled = (
+        dry_run(configured([*flags, "--pipeline-model-parallel-size=1", *fp8], 1), 1)
+        for fp8 in ([], ["--fp8-format=e4m3", "--fp8-recipe=blockwise"])
+    )
+    kept = [
+        next(c.kept for (kind, _, _), c in plan.ranks[0].costs.items() if kind is Kind.F) for plan in (plain, scaled)
+    ]
+    rows = 64 * (2 * (256 + 128) + 256 + 384)  # of both experts of a token, and of a dense layer
+    assert kept[0] - kept[1] == 2 * (rows * 2 - (rows + rows // 128 * 4))
+    work, cluster = scaled.ranks[0].work, read_cluster(H100)
+    projections = 4 * 2 * 256 * (256 + 256 + 256 + 256)
+    widths = 3 * (2 * 2 * 2 * 256 * 128 + 2 * 2 * 256 * 384)
+    assert work["fp8"] == scaled.tokens * 2 * (projections + widths)  # forward, and for the input's gradient
+    assert work["matmul"] == plain.ranks[0].work["matmul"] and plain.ranks[0].work["fp8"] == 0
+    saved = product_seconds(plain, cluster) - product_seconds(scaled, cluster)
+    assert saved == pytest.approx(work["fp8"] * (1 / 989e12 - 1 / 1979e12) / 0.65)
+    a100 = read_cluster(ROOT / "configs/clusters/a100-80g.yaml")
+    assert product_seconds(plain, a100) == pytest.approx(product_seconds(scaled, a100))
+
+
+def product_seconds(plan: Plan, cluster: Cluster) -> float:
+    """Of the matrix products of a step."""
+    return cluster.compute_seconds(plan.ranks[0].work, "bfloat16")["matrix products"]
 
 
 def test_collectives_take_latency_and_the_slowest_link() -> None:
