@@ -61,7 +61,7 @@ def test_a_layer_is_reduced_while_the_next_one_is_computed(zero: int, ranks: Ran
     values, world_size = layout(f"dp=2,mbs=2,zero={zero}")
     config, _ = normalise(vary(BASE, **values), world_size)
     sizes = MeshSizes.of(config.parallel, world_size)
-    ranks.run(world_size, make_groups, sizes)
+    ranks.run(ranks.size, make_groups, sizes)
     events, other = ranks.run(world_size, events_of_a_step, config, sizes)
     assert events == other
     second = events.index(("forward", OUTSIDE), 1)
