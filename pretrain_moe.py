@@ -10,6 +10,7 @@ import sys
 
 from megatron_moe.config import ConfigError, Resolved, check, dump, resolve
 from megatron_moe.training import launch, registries
+from megatron_moe.training.memory import restart_for_cpu
 
 DESCRIPTION = "Train a Mixture-of-Experts language model: any layout, the same curve."
 
@@ -65,4 +66,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    restart_for_cpu()
     sys.exit(main(sys.argv[1:]))

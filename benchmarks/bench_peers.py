@@ -33,8 +33,12 @@ from small import FLOPS_PER_TOKEN
 HERE = Path(__file__).parent
 OURS = "megatron_moe"
 PEERS = ("megatron-core", "transformers", "deepspeed")
-# glibc.malloc: what training/memory.py asks for by mallopt, for programs that do not ask themselves.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+# glibc.malloc: what training/memory.py asks for, for programs that do not ask themselves.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
+}
 
 
 class Entry(NamedTuple):

@@ -22,7 +22,7 @@ from megatron_moe.parallel.context import ParallelContext
 from megatron_moe.parallel.layout import MeshSizes
 from megatron_moe.plan.configure import configured
 from megatron_moe.training.build import Machine, build_machine, with_vocabulary
-from megatron_moe.training.memory import keep_freed_memory
+from megatron_moe.training.memory import keep_freed_memory, restart_for_cpu
 from megatron_moe.training.step import train_step
 
 BENCH_SMALL = {
@@ -102,4 +102,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    restart_for_cpu()
     sys.exit(main())

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_moe.config.schema import ModelConfig
 from megatron_moe.kernels.scaled import scaled_product
@@ -172,6 +171,8 @@ def attend(
         num_keys += 1
     single = num_queries == 1  # sees all keys
     if mask is None and not single and num_queries < num_keys:
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, 150 MiB
+
         mask = causal_lower_right(num_queries, num_keys)
     if single:  # heads that share a key as queries of one head: no kernel then copies keys and values for each
         q_QBHC = q_QBHC.unflatten(2, (k_SBGC.shape[2], -1)).transpose(0, 3).squeeze(3)

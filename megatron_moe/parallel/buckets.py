@@ -86,27 +86,29 @@ class Bucket:
             offset += p.numel()
         return offsets
 
-    def accumulate(self, parameter: ShardedParameter, write: GradientWriter, num_microbatches: int) -> None:
-        """Let a gradient be written or added; begin to reduce when the last one due is there.
+    def accumulate(self, parameter: ShardedParameter, write: GradientWriter, num_microbatches: int) -> bool:
+        """Let a gradient be written or added; begin to reduce when the last one due is there. True if that began.
 
         The first of a step overwrites, so that nobody has to clear the buffer and a product can go straight into it.
 
         Sharded gradients are reduced after as many contributions as a micro-batch makes. Where a schedule defers
-        weight gradients these may belong to two micro-batches, which a sum does not mind.
+        weight gradients these may belong to two micro-batches, which a sum does not mind; what comes while the others
+        are being reduced waits for them.
         """
+        if self.reducing:
+            self.finish_reduce()
         if _is_free(self.grads):
             _allocate(self.grads)
             self._forget()
         write(parameter.main_grad, 0.0 if parameter in self._untouched else 1.0)
         self._untouched.discard(parameter)
         self._contributions += 1
-        per_microbatch = sum(p.gradients_per_microbatch for p in self.parameters)
-        if self.sharding.gradients:
-            if self._contributions % per_microbatch == 0:
-                self.start_reduce()
-                self.finish_reduce()
-        elif self._contributions == num_microbatches * per_microbatch:
+        due = sum(p.gradients_per_microbatch for p in self.parameters)
+        if not self.sharding.gradients:
+            due *= num_microbatches
+        if self._contributions % due == 0:
             self.start_reduce()
+        return self.reducing
 
     def start_reduce(self) -> None:
         """Begin: partial sums -> sums, in place or of this rank's range. Work may go on until ``finish_reduce``."""
@@ -135,6 +137,12 @@ class Bucket:
                 _free(self.grads)
             else:
                 self._forget()
+
+    @property
+    def num_bytes_under_way(self) -> int:
+        """Bytes that the end of a reduction of sharded gradients frees."""
+        buffers = () if self._received is None else (self._received, self.grads)
+        return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
     def sum_copies(self, ends: Axis) -> None:
         """Add up the gradients of a tensor that the first and the last stage both hold."""

@@ -8,9 +8,12 @@
                                                                                      the next layer's beforehand
 
 Only sums: the loss is already divided by the global number of valid tokens. A bucket's reduction begins as soon as
-its last gradient is there; one a step overlaps with the rest of the backward pass, one a micro-batch is waited for at
-once, so that no more than one bucket's whole gradients are there. Ranges that cut through parameters are boxes in
-logical coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
+its last gradient is there, and overlaps with the rest of the backward pass. One a micro-batch is waited for when the
+next unit's begins, so that one unit's whole gradients travel while another's are computed. Ranges that cut through
+parameters are boxes in logical coordinates (``megatron_moe.checkpoint``), so they reshard freely all the same.
+
+    backward pass of   layer 3 | layer 2 | layer 1 | layer 0 | next forward pass | next backward pass
+    being reduced              | layer 3 | layer 2 | layer 1 | layer 0           |
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,21 +31,52 @@ from megatron_moe.parallel.sharding import GradientWriter, ShardedParameter
 BUCKET_NUMEL = 1 << 25  # 32 Mi elements: large enough for bandwidth, small enough to begin early
 
 
+class UnderWay:
+    """The unit of a rank, of any of its stages, whose gradients of a micro-batch are being reduced: one at a time."""
+
+    def __init__(self) -> None:
+        self._unit: list[Bucket] = []
+
+    def begun(self, unit: list[Bucket]) -> None:
+        """A bucket of the unit has begun its reduction: wait for those of the unit before."""
+        if unit is not self._unit:
+            self.finish()
+            self._unit = unit
+
+    def finish(self) -> None:
+        """Wait until nothing is under way."""
+        _finish(self._unit)
+        self._unit = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Whole gradients and results that wait for their reduction to end."""
+        return sum(bucket.num_bytes_under_way for bucket in self._unit)
+
+
 class GradientReducer:
     """The buckets of one stage.
 
     Args:
         units: parameters by unit of the model (a layer; what is left). With sharded gradients or parameters a
             bucket never mixes units, so that it is complete, or needed, when its unit is.
+        under_way: what the stages of a rank share; default: one of its own.
     """
 
-    def __init__(self, units: Sequence[Sequence[ShardedParameter]], ctx: ParallelContext, strategy: str) -> None:
-        self.ctx, self.sharding = ctx, Sharding.of(strategy)
+    def __init__(
+        self,
+        units: Sequence[Sequence[ShardedParameter]],
+        ctx: ParallelContext,
+        strategy: str,
+        under_way: UnderWay | None = None,
+    ) -> None:
+        self.ctx, self.sharding, self.under_way = ctx, Sharding.of(strategy), under_way or UnderWay()
         self.units: list[list[Bucket]] = []
         if not self.sharding.gradients:
             units = [[p for unit in units for p in unit]]
         for unit in units:
-            self.units.append(list(self._buckets(unit)))
+            self.units.append([])
+            self.units[-1] += self._buckets(unit, self.units[-1])
         self._num_microbatches = 0
 
     @property
@@ -50,7 +84,7 @@ class GradientReducer:
         """All buckets."""
         return [bucket for unit in self.units for bucket in unit]
 
-    def _buckets(self, parameters: Sequence[ShardedParameter]) -> Iterator[Bucket]:
+    def _buckets(self, parameters: Sequence[ShardedParameter], unit: list[Bucket]) -> Iterator[Bucket]:
         # A tied tensor has buckets of its own, so that both stages cut it into the same ranges.
         by_kind: dict[tuple[str, torch.dtype, bool], list[ShardedParameter]] = {}
         for p in parameters:
@@ -60,18 +94,31 @@ class GradientReducer:
                 main_dtype = torch.promote_types(dtype, torch.float32)
                 bucket = Bucket(group, self.ctx.axis(axis_name), self.sharding, main_dtype)
                 for p in group:
-                    p.accumulate = self._accumulator(p, bucket)
+                    p.accumulate = self._accumulator(p, bucket, unit)
                     p.register_post_accumulate_grad_hook(_collect)  # type: ignore[arg-type]
                 yield bucket
 
-    def _accumulator(self, parameter: ShardedParameter, bucket: Bucket) -> Callable[[GradientWriter], None]:
-        return lambda write: bucket.accumulate(parameter, write, self._num_microbatches)
+    def _accumulator(
+        self, parameter: ShardedParameter, bucket: Bucket, unit: list[Bucket]
+    ) -> Callable[[GradientWriter], None]:
+        def accumulate(write: GradientWriter) -> None:
+            if bucket.accumulate(parameter, write, self._num_microbatches) and self.sharding.gradients:
+                self.under_way.begun(unit)
+
+        return accumulate
 
     def begin_step(self, num_microbatches: int) -> None:
         """Forget the gradients of the last step; every parameter will get one from each micro-batch."""
         self._num_microbatches = num_microbatches
         for bucket in self.buckets:
             bucket.zero()
+
+    def begin_pass(self) -> None:
+        """Before any pass that makes gradients: wait for what the pass before it left under way, of any stage.
+
+        So a pass costs the same whichever came before it, and a plan may put the costs of passes together.
+        """
+        self.under_way.finish()
 
     def reduce(self) -> None:
         """After the stage's last micro-batch: begin what has not begun by itself."""
@@ -80,8 +127,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Once all stages are done: wait; tied tensors get the gradients of both stages that hold them."""
-        for bucket in self.buckets:
-            bucket.finish_reduce()
+        _finish(self.buckets)
         for bucket in self.buckets:
             bucket.sum_copies(self.ctx.ends)
 
@@ -96,6 +142,11 @@ class GradientReducer:
     def pieces(self) -> list[Piece]:
         """All that this rank's optimizer owns."""
         return [piece for bucket in self.buckets for piece in bucket.pieces(self.ctx)]
+
+
+def _finish(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.finish_reduce()
 
 
 def _collect(parameter: ShardedParameter) -> None:

@@ -143,6 +143,7 @@ class Runtime:
         grad = None if last else self._arrived(Kind.RECV_B, key, flight.output_grads, flight)
         self._has_left((Kind.SEND_F, *key), flight)  # the gradient has come back, so there is nothing to wait for
         stage = self.stages[action.stage]
+        stage.reducer.begin_pass()
         deferring = nullcontext()
         if action.kind is Kind.I:
             assert stage.queue is not None, "a schedule that splits backward passes needs stages with a queue"
@@ -161,6 +162,7 @@ class Runtime:
     def _weight(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:
         stage = self.stages[action.stage]
         assert stage.queue is not None
+        stage.reducer.begin_pass()
         stage.queue.drain_one()
 
     def _send(self, action: Action, tokens: TokenBatch | None, schedule: Schedule, flight: _InFlight) -> None:

@@ -23,7 +23,6 @@ from megatron_moe.plan.operations import WORK
 from megatron_moe.plan.rank import ActionCost, Traffic
 
 _REDUCTIONS = {(axis, kind) for axis in ("dp_cp", "edp", "stage") for kind in ("all_reduce", "reduce_scatter")}
-_AT_ONCE = ("optim_grads", "optim_grads_params")  # gradients are reduced per micro-batch, and waited for
 _MESSAGES = ("pp", "send")
 
 
@@ -128,7 +127,6 @@ class _PipelineRank:
     def __init__(self, plan: Plan, cluster: Cluster, pp_rank: int, share: float) -> None:
         self.plan, self.cluster, self.pp_rank, self.rank = plan, cluster, pp_rank, plan.ranks[pp_rank]
         self.share = share  # of the rows for other nodes, what passes the network
-        self.reduces_behind = plan.config.parallel.data_parallel_sharding_strategy not in _AT_ONCE
         # Many actions share a cost, and many collectives a group.
         self._members: dict[str, tuple[int, ...]] = {}
         self._split: dict[int, tuple[dict[str, float], dict[str, float]]] = {}
@@ -143,8 +141,7 @@ class _PipelineRank:
         for (axis, collective), (calls, num_bytes) in sent.items():
             members = self._members.get(axis) or self.plan.members(self.pp_rank, axis)
             self._members[axis] = members
-            reduction = (axis, collective) in _REDUCTIONS and self.reduces_behind
-            later = reduction or (axis, collective) == _MESSAGES
+            later = (axis, collective) in _REDUCTIONS or (axis, collective) == _MESSAGES
             into = begun if later else waited
             share = self.share if axis == "ep" else 1.0
             spent = collective_seconds(members, collective, calls, num_bytes, self.cluster, share)

@@ -70,8 +70,9 @@ class ActionCost(NamedTuple):
     """What one action does to this rank.
 
     Attributes:
-        kept: bytes alive after it over before.
-        most: the same at most meanwhile.
+        kept: bytes alive after it over before, without those under way.
+        most: the same at most meanwhile, with them.
+        under_way: bytes that it leaves to be reduced until the next pass that makes gradients.
         buffers: what of ``most`` collectives send from or fill; what outlives the action is an activation.
         work: FLOPs and bytes by kind of operation (``operations.WORK``).
         parts: FLOPs by part of the model (``flops.PARTS``), those of recomputations among them.
@@ -80,12 +81,14 @@ class ActionCost(NamedTuple):
 
     kept: int
     most: int
+    under_way: int
     buffers: int
     work: dict[str, float]
     parts: dict[str, float]
     sent: Traffic
 
 
+MAKE_GRADIENTS = (Kind.B, Kind.I, Kind.W)
 Costs = dict[tuple[Kind, int, str], ActionCost]
 
 
@@ -125,11 +128,14 @@ class RankTrace:
     @cached_property
     def peak(self) -> tuple[int, int]:
         """The most bytes alive, over what lives from step to step, while the rank does its list; the buffers in it."""
-        live, peak, buffers = 0, 0, 0
-        for _, cost in self.actions:
-            if live + cost.most > peak:
-                peak, buffers = live + cost.most, cost.buffers
+        live = under_way = peak = buffers = 0
+        for action, cost in self.actions:
+            if action.kind in MAKE_GRADIENTS:
+                under_way = 0
+            if live + under_way + cost.most > peak:
+                peak, buffers = live + under_way + cost.most, under_way + cost.buffers
             live += cost.kept
+            under_way += cost.under_way
         return peak, buffers
 
     @property
@@ -238,15 +244,20 @@ def _step(machine: _Probe, counted: Counted) -> tuple[Traffic, Costs]:
 
     def measured(do: Callable[..., None]) -> Callable[..., None]:
         def run(action: Action, *others: Any) -> None:
+            under_way = machine.stages[action.stage].reducer.under_way
+            if action.kind in MAKE_GRADIENTS:
+                under_way.finish()  # as the action would; now, so that it is not measured
+            left = under_way.num_bytes
             before, work, sent = counted.live.begin(), dict(counted.work), _sent(machine)
             parts.begin()
             do(action, *others)
-            kept, most = counted.live.now - before, counted.live.peak - before
+            left = under_way.num_bytes - left
+            kept, most = counted.live.now - before - left, counted.live.peak - before
             spent = {name: counted.work[name] - work[name] for name in WORK}
             now = _sent(machine)
             delta = {k: (now[k][0] - c, now[k][1] - b) for k in now for c, b in [sent.get(k, (0, 0))] if now[k][0] > c}
             key = (action.kind, stages.index(action.stage), phase(action.microbatch, num))
-            costs[key] = ActionCost(kept, most, counted.live.sent_at_peak, spent, parts.since(), delta)
+            costs[key] = ActionCost(kept, most, left, counted.live.sent_at_peak, spent, parts.since(), delta)
 
         return run
 

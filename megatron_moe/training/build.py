@@ -18,7 +18,7 @@ from megatron_moe.moe.gate import Gate
 from megatron_moe.optim.adamw import AdamW
 from megatron_moe.parallel.buckets import Piece
 from megatron_moe.parallel.context import ParallelContext
-from megatron_moe.parallel.gradients import GradientReducer
+from megatron_moe.parallel.gradients import GradientReducer, UnderWay
 from megatron_moe.parallel.sharding import ShardedParameter, sharded_parameters
 from megatron_moe.parallel.tokens import SequenceLayout
 from megatron_moe.parallel.weight_gradients import WeightGradientQueue
@@ -105,6 +105,7 @@ def build_machine(config: Config, ctx: ParallelContext) -> Machine:
     last = len(layouts) - 1
     ends_apart = stage_to_rank(placement, 0, ctx.pp.size) != stage_to_rank(placement, last, ctx.pp.size)
     stages: dict[int, Stage] = {}
+    under_way = UnderWay()
     for number in mine:
         queue = WeightGradientQueue()
         first = stages.get(0)
@@ -120,7 +121,7 @@ def build_machine(config: Config, ctx: ParallelContext) -> Machine:
         )
         if training.torch_compile != "none" and ctx.device.type != "meta":  # a dry run has nothing to compile
             compile_parts(module, training.torch_compile)
-        reducer = GradientReducer(module.units(), ctx, parallel.data_parallel_sharding_strategy)
+        reducer = GradientReducer(module.units(), ctx, parallel.data_parallel_sharding_strategy, under_way)
         if reducer.sharding.parameters:
             module.use_sharded_weights(reducer.units)
         stages[number] = Stage(module, reducer, queue)

@@ -220,6 +220,14 @@ def test_a_step_is_its_parts() -> None:
     assert 0 < time.utilization < 1
 
 
+def test_reductions_of_sharded_gradients_are_behind_the_backward_pass() -> None:
+    """Once a micro-batch, where a long computation hides them; what is waited for gathers weights once a step."""
+    flags = ["--hidden-size=512", "--seq-length=4096", "--data-parallel-sharding-strategy=optim_grads"]
+    time = estimate(dry_run(configured([*TINY, *flags], 4), 4), read_cluster(H100))
+    for axis in ("dp_cp", "edp"):
+        assert time.hidden[axis] > time.parts[f"communication {axis}"] > 0
+
+
 def test_what_does_not_fit_says_what_would_cut_it() -> None:
     cluster = read_cluster(H100)
     plan = dry_run(configured([*TINY, "--expert-model-parallel-size=2"], 2), 2)
