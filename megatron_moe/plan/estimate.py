@@ -2,7 +2,8 @@
 
     an action       FLOPs / (peak x efficiency) + bytes touched / (memory x efficiency)
                     + its collectives, for which the code waits (tp, cp, ep, etp, seq)
-                    + what its own computation cannot hide of the reductions of gradients it begins
+                    + what its own computation cannot hide of the reductions of gradients it begins, and of the
+                      way of tokens, where samples take turns
     the pipeline    the simulator runs the schedule with these; activations sent to neighbours travel meanwhile
     afterwards      what the step sends outside its actions (norm, gather of weights), and the optimizer's pass
 
@@ -24,6 +25,7 @@ from megatron_moe.plan.rank import ActionCost, Traffic
 
 _REDUCTIONS = {(axis, kind) for axis in ("dp_cp", "edp", "stage") for kind in ("all_reduce", "reduce_scatter")}
 _MESSAGES = ("pp", "send")
+_OF_EXPERTS = ("ep", "etp")  # the axes on which tokens travel
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,14 @@ class _PipelineRank:
         for (axis, collective), (calls, num_bytes) in sent.items():
             members = self._members.get(axis) or self.plan.members(self.pp_rank, axis)
             self._members[axis] = members
-            later = (axis, collective) in _REDUCTIONS or (axis, collective) == _MESSAGES
-            into = begun if later else waited
+            later = float((axis, collective) in _REDUCTIONS or (axis, collective) == _MESSAGES)
+            if self.plan.config.moe.moe_overlap_attention and axis in _OF_EXPERTS:
+                later = 1 - 1 / calls  # all but the last have another part's computation before them
             share = self.share if axis == "ep" else 1.0
             spent = collective_seconds(members, collective, calls, num_bytes, self.cluster, share)
-            into[axis] = into.get(axis, 0.0) + spent
+            for into, seconds in ((begun, later * spent), (waited, (1 - later) * spent)):
+                if seconds:
+                    into[axis] = into.get(axis, 0.0) + seconds
         return waited, begun
 
     def split(self, cost: ActionCost) -> tuple[dict[str, float], dict[str, float]]:

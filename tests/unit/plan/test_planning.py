@@ -229,6 +229,20 @@ def test_reductions_of_sharded_gradients_are_behind_the_backward_pass() -> None:
         assert time.hidden[axis] > time.parts[f"communication {axis}"] > 0
 
 
+def test_the_way_of_tokens_is_behind_attention_where_samples_take_turns() -> None:
+    """In small products of long sequences it hides all but the last transfer; the bytes are the same in smaller parts."""
+    flags = [*TINY, "--hidden-size=512", "--seq-length=4096", "--micro-batch-size=2", "--expert-model-parallel-size=4"]
+    flags += ["--moe-overlap-degree=2"]
+    in_line, in_turns = (
+        estimate(dry_run(configured([*flags, *turns], 4), 4), read_cluster(H100))
+        for turns in ([], ["--moe-overlap-attention"])
+    )
+    assert "ep" not in in_line.hidden
+    waited = in_turns.parts["communication ep"]
+    assert 0 < waited < 0.1 * in_turns.hidden["ep"]
+    assert waited + in_turns.hidden["ep"] == pytest.approx(in_line.parts["communication ep"], rel=0.02)
+
+
 def test_what_does_not_fit_says_what_would_cut_it() -> None:
     cluster = read_cluster(H100)
     plan = dry_run(configured([*TINY, "--expert-model-parallel-size=2"], 2), 2)
