@@ -1,10 +1,10 @@
-"""One GPU: training steps of two model slices, MFU by module, fused kernels, and the grouped product.
+"""One GPU: training steps of two model slices, MFU by module, in bfloat16 and FP8; fused kernels, grouped product.
 
     bash benchmarks/run_gpu.sh                                                  everything, under ten minutes
     python benchmarks/bench_gpu.py --parts kernels products                     some of it
     TRITON_INTERPRET=1 python benchmarks/bench_gpu.py --device cpu --tiny       that it runs, where there is no GPU
 
-    steps      whole steps of a Mixtral-8x7B-like and a Qwen3-30B-A3B-like slice (few layers, bfloat16, AdamW)
+    steps      whole steps of a Mixtral-8x7B-like and a Qwen3-30B-A3B-like slice (few layers, bfloat16 and FP8, AdamW)
     modules    attention, MoE layer, routed experts and output layer alone, forward and backward
     kernels    Triton against PyTorch: largest difference, and bytes that must move over time
     products   the experts' three products: torch's grouped one against a loop over experts
@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_moe.config.schema import Config
 from megatron_moe.kernels import grouped
 from megatron_moe.kernels.scoring import ScoringRule, score_topk
-from megatron_moe.kernels.selection import choose, functions, missing
+from megatron_moe.kernels.selection import choose, choose_fp8, functions, missing
 from megatron_moe.kernels.swiglu import swiglu
 from megatron_moe.model.flops import ForwardFlops, training_flops_per_token
 from megatron_moe.moe.permute import Copies, add_rows, copy_rows
@@ -57,9 +57,12 @@ class Setup:
     repeats: int
 
 
-SLICES = {
-    "mixtral-8x7b": ["--num-layers", "2"],
-    "qwen3-30b-a3b": ["--num-layers", "4", "--moe-layer-freq", "1"],
+FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
+SLICES = {  # preset, what is changed
+    "mixtral-8x7b": ("mixtral-8x7b", ["--num-layers", "2"]),
+    "mixtral-8x7b, FP8": ("mixtral-8x7b", ["--num-layers", "2", *FP8]),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", ["--num-layers", "4", "--moe-layer-freq", "1"]),
+    "qwen3-30b-a3b, FP8": ("qwen3-30b-a3b", ["--num-layers", "4", "--moe-layer-freq", "1", *FP8]),
 }
 TINY = {
     "--hidden-size": 64,
@@ -95,7 +98,8 @@ def wait(device: torch.device) -> None:
 
 def slice_config(name: str, setup: Setup) -> Config:
     """A few layers of a model of configs/models."""
-    flags = ["--config", str(REPO / "configs" / "models" / f"{name}.yaml"), *SLICES[name], "--kernels", setup.kernels]
+    preset, changes = SLICES[name]
+    flags = ["--config", str(REPO / "configs" / "models" / f"{preset}.yaml"), *changes, "--kernels", setup.kernels]
     flags += ["--params-dtype", str(setup.dtype).removeprefix("torch."), "--micro-batch-size", "1"]
     return configured(flags + [str(word) for pair in TINY.items() for word in pair] * setup.tiny, 1)
 
@@ -309,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     setup = Setup(device, dtype, arguments.tiny, arguments.kernels, 1 if arguments.tiny else arguments.repeats)
     peak = device_peak_tflops(device, dtype)
     print(choose(setup.kernels, device, dtype).line(), flush=True)
+    print(choose_fp8(setup.kernels, device, dtype).line("e4m3", "blockwise"), flush=True)
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "steps": lambda: step_rows(setup, peak),
         "modules": lambda: module_rows(setup, peak),

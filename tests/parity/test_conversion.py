@@ -44,7 +44,7 @@ def test_loss_and_gradients_on_a_layout(family, tmp_path: Path, ranks: RankPool)
         logits = reference(input_ids=batch.tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
-    assert found.losses[0] == pytest.approx(float(loss), rel=1e-9)
+    assert found.losses[0] == pytest.approx(loss.item(), rel=1e-9)
     theirs = {name: p.grad for name, p in reference.named_parameters()}
     shapes = {n: Described(*v) for n, v in logical_tensors(config).items() if not n.endswith("bias_E")}
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in shapes}

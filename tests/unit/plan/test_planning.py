@@ -230,7 +230,7 @@ def test_reductions_of_sharded_gradients_are_behind_the_backward_pass() -> None:
 
 
 def test_the_way_of_tokens_is_behind_attention_where_samples_take_turns() -> None:
-    """In small products of long sequences it hides all but the last transfer; the bytes are the same in smaller parts."""
+    """Of long sequences all but the last transfer is hidden; the bytes are the same in smaller parts."""
     flags = [*TINY, "--hidden-size=512", "--seq-length=4096", "--micro-batch-size=2", "--expert-model-parallel-size=4"]
     flags += ["--moe-overlap-degree=2"]
     in_line, in_turns = (

@@ -14,8 +14,9 @@ def test_all_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     bench = importlib.import_module("bench_gpu")
     assert bench.main(["--device", "cpu", "--tiny", "--json", str(tmp_path / "gpu.json")]) == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert [row["slice"] for row in figures["steps"]] == ["mixtral-8x7b", "qwen3-30b-a3b"]
-    assert len(figures["modules"]) == 8 and len(figures["products"]) == 2
+    names = [name + precision for name in ("mixtral-8x7b", "qwen3-30b-a3b") for precision in ("", ", FP8")]
+    assert [row["slice"] for row in figures["steps"]] == names
+    assert len(figures["modules"]) == 16 and len(figures["products"]) == 2
     assert all(float(row["difference"]) < 1e-5 for row in figures["kernels"]), figures["kernels"]
     assert "| SwiGLU, weighed |" in capsys.readouterr().out
 
