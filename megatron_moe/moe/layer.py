@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue, recompute_activation)
         self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
         for weight in (self.experts.fc1, self.experts.fc2):
-            weight.gradients_per_microbatch = self.num_parts
+            weight.uses_per_pass = self.num_parts
         self.shared_expert = shared_expert
         self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
         self.dispatcher = build_dispatcher(
