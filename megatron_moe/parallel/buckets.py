@@ -93,9 +93,9 @@ class Bucket:
 
         The first of a step overwrites, so that nobody has to clear the buffer and a product can go straight into it.
 
-        Sharded gradients are reduced after as many uses as a micro-batch makes. Where a schedule defers
-        weight gradients these may belong to two micro-batches, which a sum does not mind; what comes while the others
-        are being reduced waits for them.
+        Sharded gradients are reduced after as many uses as a micro-batch makes. Where a schedule defers weight
+        gradients these may belong to two micro-batches, which a sum does not mind; what comes while the others are
+        being reduced waits for them.
         """
         if self.reducing:
             self.finish_reduce()
@@ -104,11 +104,11 @@ class Bucket:
             self._forget()
         write(parameter.main_grad, 0.0 if parameter in self._untouched else 1.0)
         self._untouched.discard(parameter)
-        self._contributions += num_uses
+        before, self._contributions = self._contributions, self._contributions + num_uses
         due = sum(p.passes_per_microbatch * p.uses_per_pass for p in self.parameters)
         if not self.sharding.gradients:
             due *= num_microbatches
-        if self._contributions % due == 0:
+        if before // due < self._contributions // due:  # several uses at once may pass a multiple by
             self.start_reduce()
         return self.reducing
 
