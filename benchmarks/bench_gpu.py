@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     setup = Setup(device, dtype, arguments.tiny, arguments.kernels, 1 if arguments.tiny else arguments.repeats)
     peak = device_peak_tflops(device, dtype)
     print(choose(setup.kernels, device, dtype).line(), flush=True)
-    print(choose_fp8(setup.kernels, device, dtype).line("e4m3", "blockwise"), flush=True)
+    print(choose_fp8(setup.kernels, "e4m3", device, dtype).line("e4m3", "blockwise"), flush=True)
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "steps": lambda: step_rows(setup, peak),
         "modules": lambda: module_rows(setup, peak),

@@ -39,8 +39,8 @@ def reference_product(rows: Quantised, weight: Quantised, dtype: torch.dtype) ->
 def hardware_product(rows: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
     """The same on FP8 units: torch's scaled product, tiles of 128, sums of each tile added up in float32.
 
-    Its arguments as ``ScaledBlas.cpp`` of PyTorch checks them: rows [M, K] and their scales [M, K / 128] by columns;
-    the weight's transpose [K, N] by columns, and its scales [K / 128 up to a multiple of 4, N / 128] by columns.
+    Its arguments as ``ScaledBlas.cpp`` of PyTorch checks them: E4M3 both; rows [M, K] and their scales [M, K / 128] by
+    columns; the weight's transpose [K, N] by columns, its scales [K / 128 up to a multiple of 4, N / 128] by columns.
     """
     length, width = rows.values[..., 0].numel(), weight.values.shape[0]
     values = _padded_bytes(rows.values.flatten(0, -2), (_ROWS_MULTIPLE, BLOCK))
@@ -162,4 +162,5 @@ def scaled_product(config: ModelConfig, device: torch.device, dtype: torch.dtype
     """
     if config.fp8_format is None:
         return None
-    return ScaledProduct(*FORMATS[config.fp8_format], choose_fp8(config.kernels, device, dtype))
+    chosen = choose_fp8(config.kernels, config.fp8_format, device, dtype)
+    return ScaledProduct(*FORMATS[config.fp8_format], chosen)

@@ -187,25 +187,28 @@ class Fp8Kernels:
         return f"fp8: {fp8_format}, {fp8_recipe}, {how}, tiles by {self.quantisation}"
 
 
-def choose_fp8(requested: str, device: torch.device, dtype: torch.dtype) -> Fp8Kernels:
-    """What multiplies FP8 here: PyTorch's scaled product with tiles of 128, which is there for Hopper GPUs.
+def choose_fp8(requested: str, fp8_format: str, device: torch.device, dtype: torch.dtype) -> Fp8Kernels:
+    """What multiplies FP8 here: PyTorch's scaled product with tiles of 128, which is there for E4M3 on Hopper GPUs.
 
     Args:
         requested: value of ``--kernels``, for the rounding.
+        fp8_format: value of ``--fp8-format``.
         dtype: of the activations.
     """
-    reason, quantisation = _no_fp8_units(device, dtype), "torch"
+    reason, quantisation = _no_fp8_units(fp8_format, device, dtype), "torch"
     if device.type == "cuda" and not reason:  # which have the instruction for the rounding, too
         quantisation, _ = _implementation(requested, ("triton",), device.type, dtype)
     return Fp8Kernels("torch" if reason else "scaled_mm", quantisation, reason)
 
 
 @cache
-def _no_fp8_units(device: torch.device, dtype: torch.dtype) -> str:
+def _no_fp8_units(fp8_format: str, device: torch.device, dtype: torch.dtype) -> str:
     if device.type not in ("cuda", "meta"):
         return f"{device.type} has no FP8 units"
     if dtype != torch.bfloat16:
         return "FP8 units give bfloat16; use --bf16"
+    if fp8_format != "e4m3":  # check_deepseek_recipe in PyTorch's ScaledBlas
+        return "PyTorch's scaled products with tiles of 128 take E4M3 alone; use --fp8-format e4m3"
     if device.type == "meta":  # a dry run is for a machine that has them
         return ""
     if not hasattr(torch.nn.functional, "scaled_mm"):

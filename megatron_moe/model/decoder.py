@@ -132,14 +132,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, i, pattern[i], ctx, dtype, queue) for i in layer_ids})
         self.num_parts = config.moe.moe_overlap_degree if config.moe.moe_overlap_attention else 1
         for parameter in sharded_parameters(self.layers).values():
-            parameter.gradients_per_microbatch *= self.num_parts
+            parameter.uses_per_pass *= self.num_parts
         self.mtp = nn.ModuleList(PredictionModule(config, k, ctx, dtype, queue) for k in range(num_mtp))
         self.mtp_scale = model.mtp_loss_scaling_factor / max(num_mtp, 1)
         self.kernels = choose(model.kernels, ctx.device, dtype)
         self.mtp_losses: dict[int, Tensor] = {}  # of each module, this rank's part; by micro-batch and overwritten
         self.output = OutputLayer(config, ctx, dtype, near) if has_output else None
         if has_output and embedding is not None and ends_share:
-            embedding.weight.gradients_per_microbatch = 2  # from this stage and from its own
+            embedding.weight.passes_per_microbatch = 2  # from this stage and from its own
         self._sharded_units: list[ShardedUnit] = []  # layers, then prediction modules
         self._outside: list[Bucket] = []
         self.num_offloaded = config.training.cpu_offloading_num_layers

@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(model, moe, ctx, dtype, output_std, queue, recompute_activation)
         self.num_parts = 1 if moe.moe_overlap_attention else moe.moe_overlap_degree
         for weight in (self.experts.fc1, self.experts.fc2):
-            weight.gradients_per_microbatch = self.num_parts
+            weight.uses_per_pass = self.num_parts
         self.shared_expert = shared_expert
         self.coefficient = ResidualCoefficient(model, ctx, dtype) if moe.moe_residual_coefficient else None
         self.dispatcher = build_dispatcher(
@@ -87,7 +87,10 @@ class MoELayer(nn.Module):
         routing = self.list_copies(choice, has_holes, self.kernels)
         chunks = split_tokens(routing, x_SBD.flatten(0, 1), self.num_parts)
         sent_bytes, arriving = self._counted(self.dispatcher.dispatch, *chunks[0])
-        shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)  # while the tokens travel
+        # While the tokens travel; all that reads x does so before the first turn ends, and with it the region in which
+        # --recompute-modules layernorm forgets x.
+        shared_SBD = None if self.shared_expert is None else self.shared_expert(x_SBD)
+        shares = None if self.coefficient is None else self.coefficient(x_SBD)
         yield
         returning = []
         for following in [*chunks[1:], None]:
@@ -104,7 +107,7 @@ class MoELayer(nn.Module):
         y_SBD = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(x_SBD.shape)
         self.gate.dispatch_bytes[tokens.microbatch] = decided(lambda: sent_bytes)
         if shared_SBD is not None:
-            y_SBD = self._join(x_SBD, y_SBD, shared_SBD)
+            y_SBD = y_SBD + shared_SBD if shares is None else shares[0] * y_SBD + shares[1] * shared_SBD
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
 
     def _send_back(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
@@ -119,6 +122,3 @@ class MoELayer(nn.Module):
         before = self.ctx.traffic.bytes_on(("ep", "etp"))
         begun = begin(*args, **kwargs)
         return self.ctx.traffic.bytes_on(("ep", "etp")) - before, begun
-
-    def _join(self, x_SBD: Tensor, routed_SBD: Tensor, shared_SBD: Tensor) -> Tensor:
-        return routed_SBD + shared_SBD if self.coefficient is None else self.coefficient(x_SBD, routed_SBD, shared_SBD)

@@ -26,7 +26,7 @@ class ResidualCoefficient(nn.Module):
         self.weight = empty_parameter(weight, ctx, dtype)
         self.bias = empty_parameter(bias, ctx, dtype)
 
-    def forward(self, x_SBD: Tensor, routed_SBD: Tensor, shared_SBD: Tensor) -> Tensor:
-        """The layer's input and both outputs [S', B, D] -> their mean [S', B, D], weighed by token."""
+    def forward(self, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's input [S', B, D] -> shares of the routed and the shared output, each [S', B, 1]."""
         of_routed_SB1, of_shared_SB1 = F.linear(x_SBD, self.weight, self.bias).softmax(dim=-1).split(1, dim=-1)
-        return of_routed_SB1 * routed_SBD + of_shared_SB1 * shared_SBD
+        return of_routed_SB1, of_shared_SB1

@@ -66,7 +66,7 @@ class Bucket:
         self._work: dist.Work | None = None
         self._gathering: dist.Work | None = None
         self._received: Tensor | None = None
-        self._contributions = 0  # gradients accumulated in this step
+        self._contributions = 0  # uses in this step whose gradients are accumulated
         self._untouched = set(parameters)  # no gradient is in their part of the buffer yet, but garbage
         if self.num_shards > 1 and sharding.gradients:
             _free(self.grads)
@@ -86,14 +86,16 @@ class Bucket:
             offset += p.numel()
         return offsets
 
-    def accumulate(self, parameter: ShardedParameter, write: GradientWriter, num_microbatches: int) -> bool:
-        """Let a gradient be written or added; begin to reduce when the last one due is there. True if that began.
+    def accumulate(
+        self, parameter: ShardedParameter, write: GradientWriter, num_uses: int, num_microbatches: int
+    ) -> bool:
+        """Let the gradient of some uses be written or added; begin to reduce when the last due is there. True if begun.
 
         The first of a step overwrites, so that nobody has to clear the buffer and a product can go straight into it.
 
-        Sharded gradients are reduced after as many contributions as a micro-batch makes. Where a schedule defers
-        weight gradients these may belong to two micro-batches, which a sum does not mind; what comes while the others
-        are being reduced waits for them.
+        Sharded gradients are reduced after as many uses as a micro-batch makes. Where a schedule defers weight
+        gradients these may belong to two micro-batches, which a sum does not mind; what comes while the others are
+        being reduced waits for them.
         """
         if self.reducing:
             self.finish_reduce()
@@ -102,11 +104,11 @@ class Bucket:
             self._forget()
         write(parameter.main_grad, 0.0 if parameter in self._untouched else 1.0)
         self._untouched.discard(parameter)
-        self._contributions += 1
-        due = sum(p.gradients_per_microbatch for p in self.parameters)
+        before, self._contributions = self._contributions, self._contributions + num_uses
+        due = sum(p.passes_per_microbatch * p.uses_per_pass for p in self.parameters)
         if not self.sharding.gradients:
             due *= num_microbatches
-        if self._contributions % due == 0:
+        if before // due < self._contributions // due:  # several uses at once may pass a multiple by
             self.start_reduce()
         return self.reducing
 

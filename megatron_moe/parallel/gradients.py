@@ -100,9 +100,9 @@ class GradientReducer:
 
     def _accumulator(
         self, parameter: ShardedParameter, bucket: Bucket, unit: list[Bucket]
-    ) -> Callable[[GradientWriter], None]:
-        def accumulate(write: GradientWriter) -> None:
-            if bucket.accumulate(parameter, write, self._num_microbatches) and self.sharding.gradients:
+    ) -> Callable[[GradientWriter, int], None]:
+        def accumulate(write: GradientWriter, num_uses: int) -> None:
+            if bucket.accumulate(parameter, write, num_uses, self._num_microbatches) and self.sharding.gradients:
                 self.under_way.begun(unit)
 
         return accumulate
@@ -154,7 +154,7 @@ def _collect(parameter: ShardedParameter) -> None:
     gradient = parameter.grad
     if gradient is not None:  # None: the operation has accumulated it already, or the queue will
         assert parameter.accumulate is not None
-        parameter.accumulate(partial(_write, gradient))
+        parameter.accumulate(partial(_write, gradient), parameter.uses_per_pass)
         parameter.grad = None
 
 

@@ -109,22 +109,26 @@ class ShardedParameter(nn.Parameter):
 
     Attributes:
         main_grad: this piece's accumulated gradient, float32 or float64; garbage until the step's first one is there.
-        accumulate: lets a gradient be written into it, ``write(main_grad, beta)``, where beta 0 overwrites and beta 1
-            adds; may begin the reduction of the bucket it completes. None where nobody collects gradients.
-        gradients_per_microbatch: how many backward passes of a micro-batch reach it; two for a tied embedding whose
+        accumulate: lets the gradient of so many uses be written into it, ``write(main_grad, beta)``, where beta 0
+            overwrites and beta 1 adds; may begin the reduction of the bucket it completes. None where nobody collects
+            gradients.
+        passes_per_microbatch: how many backward passes of a micro-batch reach it; two for a tied embedding whose
             output layer is another stage on the same rank.
+        uses_per_pass: how often a pass uses it, in parts of the micro-batch. Each use accumulates its gradient where
+            the operation does it; else autograd adds them up, and all come at once.
     """
 
     spec: ShardSpec
     main_grad: Tensor
-    accumulate: Callable[[GradientWriter], None] | None
-    gradients_per_microbatch: int
+    accumulate: Callable[[GradientWriter, int], None] | None
+    passes_per_microbatch: int
+    uses_per_pass: int
 
     def __new__(cls, data: Tensor, spec: ShardSpec) -> "ShardedParameter":
         parameter = torch.Tensor._make_subclass(cls, data, True)
         parameter.spec = spec
         parameter.accumulate = None
-        parameter.gradients_per_microbatch = 1
+        parameter.passes_per_microbatch = parameter.uses_per_pass = 1
         return parameter
 
     def __init__(self, data: Tensor, spec: ShardSpec) -> None:

@@ -66,10 +66,10 @@ def leave_gradient(parameter: Tensor, write: GradientWriter, queue: WeightGradie
     accumulate = parameter.accumulate if isinstance(parameter, ShardedParameter) else None
     if queue is not None and queue.deferring:
         assert accumulate is not None, "a deferred gradient needs someone who collects it"
-        queue.push(lambda: accumulate(write))
+        queue.push(lambda: accumulate(write, 1))
         return None
     if accumulate is not None:
-        accumulate(write)
+        accumulate(write, 1)
         return None
     gradient = torch.empty_like(parameter)
     write(gradient, 0.0)

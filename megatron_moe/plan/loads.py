@@ -34,11 +34,9 @@ IdsOfRank = Callable[[int], Tensor]
 """Rank of the world -> [T, K] int64, the experts of its tokens; -1 where there is none."""
 
 
-def given_ids(config: Config, moe: MoEConfig, ctx: ParallelContext, skew: float) -> IdsOfRank:
-    """The choices of every rank for one call of one layer."""
-    seq_length, batch = config.data.seq_length, config.training.micro_batch_size
-    if moe.moe_overlap_attention:  # layers are called for some of the samples at a time, which are all dealt alike
-        batch //= moe.moe_overlap_degree
+def given_ids(config: Config, moe: MoEConfig, batch: int, ctx: ParallelContext, skew: float) -> IdsOfRank:
+    """The choices of every rank for one call of one layer, for ``batch`` samples."""
+    seq_length = config.data.seq_length
     group = group_tokens(moe.moe_group_size, seq_length, batch)
     assert moe.num_experts is not None
     slots = group_slots(group, moe, training=True)
@@ -200,16 +198,19 @@ _PLANNED: dict[type[Any], Callable[[_Given], Dispatcher]] = {
 
 
 def give_choices(layers: Iterable[MoELayer], config: Config, skew: float) -> None:
-    """Give a rank's layers their choices; layers with equal experts have equal choices."""
-    given: dict[MoEConfig, _Given] = {}
+    """Give a rank's layers their choices; layers with equal experts have equal choices for as many samples."""
+    given: dict[tuple[MoEConfig, int], _Given] = {}
     for layer in layers:
-        moe, ctx = layer.config, layer.ctx
+        moe, ctx, batch = layer.config, layer.ctx, config.training.micro_batch_size
         assert moe.num_experts is not None
-        if moe not in given:
-            given[moe] = _Given(given_ids(config, moe, ctx, skew), moe.num_experts, layer.num_parts, ctx)
-        layer.list_copies = given[moe].list_copies
+        if moe.moe_overlap_attention and layer.gate.layer_id < config.model.num_layers:
+            batch //= moe.moe_overlap_degree  # samples take turns through the layers, not in multi-token prediction
+        if (moe, batch) not in given:
+            ids = given_ids(config, moe, batch, ctx, skew)
+            given[moe, batch] = _Given(ids, moe.num_experts, layer.num_parts, ctx)
+        layer.list_copies = given[moe, batch].list_copies
         if not isinstance(layer.dispatcher, LocalDispatcher):
-            layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe])
+            layer.dispatcher = _PLANNED[type(layer.dispatcher)](given[moe, batch])
 
 
 def load_problems(config: Config, skew: float) -> list[str]:

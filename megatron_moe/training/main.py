@@ -49,7 +49,7 @@ def train(resolved: Resolved) -> int:
         dtype = getattr(torch, config.training.params_dtype)
         print(choose(config.model.kernels, ctx.device, dtype).line(), flush=True)
         if config.model.fp8_format is not None:
-            fp8 = choose_fp8(config.model.kernels, ctx.device, dtype)
+            fp8 = choose_fp8(config.model.kernels, config.model.fp8_format, ctx.device, dtype)
             print(fp8.line(config.model.fp8_format, config.model.fp8_recipe), flush=True)
     limit = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     heartbeat = Heartbeat(ctx, run.machine.runtime, limit)

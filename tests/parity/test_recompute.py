@@ -118,6 +118,16 @@ def test_norm_output_is_not_kept() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("who_reads_it", [{}, SHARED | {"moe_residual_coefficient": True}], ids=str)
+def test_no_part_of_a_moe_layer_keeps_the_norm_output(who_reads_it: dict[str, Any]) -> None:
+    def kept(**recompute: Any) -> int:
+        config = vary(BASE, **who_reads_it, **recompute, num_layers=2, micro_batch_size=2, moe_layer_freq="1")
+        return trace_rank(normalise(config, 1)[0], 1, 0).costs[Kind.F, 0, "last"].kept
+
+    tokens, norms = 16 * 2, 2 * 2  # of two layers, in float64
+    assert kept() - kept(**selective("layernorm")) == norms * tokens * BASE.model.hidden_size * 8
+
+
 @pytest.mark.parametrize("core", [(), ("core_attn",)])
 @pytest.mark.parametrize("queries", [{}, {"q_lora_rank": 10}])
 def test_latents_are_kept_in_place_of_heads(core: tuple[str, ...], queries: dict[str, int]) -> None:

@@ -56,9 +56,9 @@ def events_of_a_step(rank: int, config: Config, sizes: MeshSizes) -> list[Event]
     return events
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_layer_is_reduced_while_the_next_one_is_computed(zero: int, ranks: RankPool) -> None:
-    values, world_size = layout(f"dp=2,mbs=2,zero={zero}")
+@pytest.mark.parametrize("text", ["zero=2", "zero=3", "zero=2,overlap=2", "zero=2,overlap=2,overlap_attention=1"])
+def test_a_layer_is_reduced_while_the_next_one_is_computed(text: str, ranks: RankPool) -> None:
+    values, world_size = layout(f"dp=2,mbs=2,{text}")
     config, _ = normalise(vary(BASE, **values), world_size)
     sizes = MeshSizes.of(config.parallel, world_size)
     ranks.run(ranks.size, make_groups, sizes)

@@ -158,7 +158,7 @@ def checked_scaled_mm(
     (m, k), n = mat_a.shape, mat_b.shape[1]
     assert (scale_recipe_a, scale_recipe_b) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
     assert mat_a.stride() == (k, 1) and mat_b.stride() == (1, k) and mat_b.shape[0] == k
-    assert m % 4 == 0 and k % 16 == 0 and n % 16 == 0 and not (mat_a.dtype == mat_b.dtype == E5M2)
+    assert m % 4 == 0 and k % 16 == 0 and n % 16 == 0 and mat_a.dtype == mat_b.dtype == E4M3
     tiles, up = math.ceil(k / 128), math.ceil(k / 512) * 4
     assert scale_a.dtype == scale_b.dtype == torch.float32
     assert scale_a.shape == (m, tiles) and scale_a.stride(0) == 1 and (scale_a.stride(1) == m or tiles == 1)
@@ -173,7 +173,7 @@ def checked_scaled_mm(
 def units(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """Numbers for FP8 units: those of a Hopper GPU where there is one, else the stand-in's."""
     device = torch.device(DEVICE)
-    if device.type == "cuda" and not choose_fp8("auto", device, torch.bfloat16).reason:
+    if device.type == "cuda" and not choose_fp8("auto", "e4m3", device, torch.bfloat16).reason:
         return lambda seed, *shape: normal(seed, *shape, dtype=torch.bfloat16).to(device)
     assert list(inspect.signature(F.scaled_mm).parameters) == list(inspect.signature(checked_scaled_mm).parameters)
     monkeypatch.setattr(F, "scaled_mm", checked_scaled_mm)
@@ -189,7 +189,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_units_get_what_they_ask_for(units: Callable[..., Tensor], shape: tuple[int, int, int, int]) -> None:
     *lengths, width, out = shape
     x, weight, grad = units(12, *lengths, width), units(13, out, width), units(14, *lengths, out)
-    reference, hardware = (ScaledProduct(E4M3, E5M2, Fp8Kernels(name)) for name in ("torch", "scaled_mm"))
+    reference, hardware = (ScaledProduct(E4M3, E4M3, Fp8Kernels(name)) for name in ("torch", "scaled_mm"))
     close(hardware.forward(x, weight)[0], reference.forward(x, weight)[0])
     close(hardware.input_gradient(grad, weight), reference.input_gradient(grad, weight))
 
@@ -201,9 +201,9 @@ def test_experts(units: Callable[..., Tensor], counts: list[int]) -> None:
     dtype, plain = rows_RI.dtype, PlainGroupedProduct("loop")
     rows = dequantise_rows(quantise_rows(rows_RI, E4M3), dtype)
     weight = dequantise_blocks(quantise_blocks(weight_LOI, E4M3), dtype)
-    back = dequantise_rows(quantise_rows(grad_RO, E5M2), dtype)
+    back = dequantise_rows(quantise_rows(grad_RO, E4M3), dtype)
     for implementation in ("torch", "scaled_mm"):
-        product = ScaledGroupedProduct(ScaledProduct(E4M3, E5M2, Fp8Kernels(implementation)), "loop")
+        product = ScaledGroupedProduct(ScaledProduct(E4M3, E4M3, Fp8Kernels(implementation)), "loop")
         found, kept = product.forward(rows_RI, weight_LOI, groups)
         assert found.shape == (num, 40) and torch.equal(product.rows(kept, dtype), rows)
         found_back = product.input_gradient(grad_RO, weight_LOI, groups)
@@ -213,22 +213,23 @@ def test_experts(units: Callable[..., Tensor], counts: list[int]) -> None:
 
 
 def test_the_units_are_chosen_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, here = torch.device("cuda"), choose_fp8("torch", torch.device("cpu"), torch.bfloat16)
+    gpu, here = torch.device("cuda"), choose_fp8("torch", "e4m3", torch.device("cpu"), torch.bfloat16)
     assert here.line("e4m3", "blockwise") == (
         "fp8: e4m3, blockwise, emulated, with FP8's rounding and without its speed (cpu has no FP8 units), "
         "tiles by torch"
     )
-    assert choose_fp8("triton", torch.device("cpu"), torch.float64) == here
+    assert choose_fp8("triton", "e4m3", torch.device("cpu"), torch.float64) == here
 
-    def on_gpu(cuda: str, capability: int, dtype: torch.dtype = torch.bfloat16) -> Fp8Kernels:
+    def on_gpu(cuda: str, capability: int, dtype: torch.dtype = torch.bfloat16, form: str = "e4m3") -> Fp8Kernels:
         selection._no_fp8_units.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        return choose_fp8("auto", gpu, dtype)
+        return choose_fp8("auto", form, gpu, dtype)
 
-    assert on_gpu("12.10", 9).line("hybrid", "blockwise") == (
-        "fp8: hybrid, blockwise, on FP8 units by scaled_mm, tiles by triton"
+    assert on_gpu("12.10", 9).line("e4m3", "blockwise") == (
+        "fp8: e4m3, blockwise, on FP8 units by scaled_mm, tiles by triton"
     )
+    assert "take E4M3 alone" in on_gpu("12.10", 9, form="hybrid").reason
     assert "give bfloat16" in on_gpu("12.10", 9, torch.float32).reason
     assert on_gpu("12.8", 9).reason == "needs PyTorch for CUDA 12.9 or later, and this one is for 12.8"
     assert on_gpu("13.0", 10) == Fp8Kernels(

@@ -189,7 +189,7 @@ def count_accumulations(module: torch.nn.Module) -> list[str]:
 
     def count(name: str, p: ShardedParameter) -> None:
         accumulate = p.accumulate
-        p.accumulate = lambda grad: (noted.append(name), accumulate(grad))[1]
+        p.accumulate = lambda write, num_uses: (noted.append(name), accumulate(write, num_uses))[1]
 
     for name, p in sharded_parameters(module).items():
         count(name, p)
