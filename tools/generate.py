@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_moe.checkpoint.index import INDEX_FILE
 from megatron_moe.config import check
-from megatron_moe.config.schema import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_moe.config.schema import CheckpointConfig, Config, ParallelConfig, TrainingConfig
 from megatron_moe.data.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron_moe.model.decoder import Decoder
 from megatron_moe.model.generation import Sampling, generate, generation_model, text_loss
@@ -79,10 +79,8 @@ def configured(arguments: argparse.Namespace) -> Config:
         tokenizer_model=arguments.tokenizer_model or saved.data.tokenizer_model,
     )
     config = replace(
-        saved,
+        saved.as_stored(),
         data=data,
-        model=replace(saved.model, fp8_format=None, fp8_recipe=ModelConfig.fp8_recipe),  # weights as they are stored
-        moe=replace(saved.moe, moe_overlap_degree=1, moe_overlap_attention=False),  # a token at a time has no parts
         parallel=ParallelConfig(**{name: getattr(arguments, name) for name in CUT}),
         training=replace(TrainingConfig(), params_dtype=saved.training.params_dtype),
         checkpoint=CheckpointConfig(),

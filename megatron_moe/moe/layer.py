@@ -111,8 +111,8 @@ class MoELayer(nn.Module):
         return y_SBD if loss is None else attach_loss(y_SBD, loss)
 
     def _send_back(self, rows_RD: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Begins at once. In a recomputation it begins when asked for, and nobody asks: behind the last part's experts
-        nothing is kept for the backward pass, and there a recomputation ends."""
+        """Begins at once. In a recomputation it begins when asked for, and nobody asks but for a learned coefficient:
+        else nothing is kept for the backward pass behind the last part's experts, and there a recomputation ends."""
         if replaying():
             return lambda: self.dispatcher.combine(rows_RD, dispatched)()
         return self.dispatcher.combine(rows_RD, dispatched)

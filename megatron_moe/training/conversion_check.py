@@ -119,7 +119,9 @@ def our_model(checkpoint: Path, dtype: str) -> Decoder:
 
 def model_of(config: Config, weights: Source, dtype: str) -> Decoder:
     """A model of ours with given weights."""
-    config = replace(config, parallel=ParallelConfig(), training=replace(config.training, params_dtype=dtype))
+    config = replace(
+        config.as_stored(), parallel=ParallelConfig(), training=replace(config.training, params_dtype=dtype)
+    )
     ctx = ParallelContext.single()
     model = Decoder(config, ctx, initial_values=False)
     with torch.no_grad():

@@ -167,6 +167,8 @@ def samples_can_take_turns(config: Config, world_size: int) -> Iterator[str]:
     if not moe.moe_overlap_attention:
         return
     parts, micro = moe.moe_overlap_degree, training.micro_batch_size
+    if moe.num_experts is None:
+        yield f"{flag} hides the way of tokens to experts, and there are none; give --num-experts, or leave it out."
     if parts == 1:
         yield f"{flag} needs parts that can take turns; give --moe-overlap-degree 2, or leave it out."
     if micro % parts:
@@ -180,7 +182,8 @@ def samples_can_take_turns(config: Config, world_size: int) -> Iterator[str]:
             f"{typed(config, 'moe_group_size')} is a group over samples that {flag} keeps apart; use "
             f"--moe-group-size {config.data.seq_length} or sequence."
         )
-    if "moe" in training.recompute_modules or training.recompute_granularity == "full":
+    selective = training.recompute_granularity == "selective"
+    if training.recompute_granularity == "full" or (selective and "moe" in training.recompute_modules):
         yield (
             f"{flag} hides transfers that begin and end in a layer, and a MoE layer that is recomputed as a whole "
             "has none left to hide; recompute parts of it (--recompute-granularity selective --recompute-modules "

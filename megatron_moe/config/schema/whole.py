@@ -1,6 +1,6 @@
 """All sections together."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_moe.config.schema.data import DataConfig
 from megatron_moe.config.schema.model import ModelConfig
@@ -22,3 +22,11 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def as_stored(self) -> "Config":
+        """The model that a checkpoint's weights are: no product rounds them to FP8, and tokens come in one part."""
+        return replace(
+            self,
+            model=replace(self.model, fp8_format=None, fp8_recipe=ModelConfig.fp8_recipe),
+            moe=replace(self.moe, moe_overlap_degree=1, moe_overlap_attention=False),
+        )

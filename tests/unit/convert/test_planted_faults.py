@@ -199,6 +199,12 @@ def test_faults_in_weights(fault):
     assert differs(family, config, apply(weights))
 
 
+def test_how_it_was_trained_is_no_fault():
+    _, config, weights = converted("mixtral")
+    in_turns = moe(moe_overlap_degree=4, moe_overlap_attention=True)
+    assert not differs("mixtral", model(fp8_format="e4m3", fp8_recipe="blockwise")(in_turns(config)), weights)
+
+
 @pytest.mark.parametrize("fault", CONFIGURATION)
 def test_faults_in_the_configuration(fault):
     family, apply = CONFIGURATION[fault]
