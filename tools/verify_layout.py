@@ -47,7 +47,7 @@ def scaled_down(argv: Sequence[str], layout: str) -> tuple[Config, int]:
 
 
 def verify(config: Config, world_size: int, pool: RankPool, prepare: Prepare | None = None) -> Comparison:
-    """Run a configuration on ranks of a pool and in one process, and compare.
+    """Run a configuration on ranks of a pool, and in one process without what a layout adds to it, and compare.
 
     Args:
         prepare: holds on the ranks while they run; for tests of this check.
@@ -56,7 +56,15 @@ def verify(config: Config, world_size: int, pool: RankPool, prepare: Prepare | N
         RankFailure: a rank raised, died or hung.
     """
     assert config.training.global_batch_size is not None
-    alone = vary(replace(config, parallel=ParallelConfig()), micro_batch_size=config.training.global_batch_size)
+    alone = vary(
+        replace(config, parallel=ParallelConfig()),
+        micro_batch_size=config.training.global_batch_size,
+        moe_token_dispatcher_type="alltoall",
+        moe_dispatch_deduplicate=False,
+        moe_overlap_degree=1,
+        moe_overlap_attention=False,
+        recompute_granularity=None,
+    )
     return compare(trace(config, world_size, pool, prepare=prepare), trace(alone, 1, pool))
 
 
