@@ -43,34 +43,34 @@ class Rotary:
 
     def rotate(self, x_SBHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate the first channels of each head."""
-        return _Rotation.apply(x_SBHC, *tables, self.num_rotated, self.interleaved)  # type: ignore[return-value]
+        rotated, rest = x_SBHC[..., : self.num_rotated], x_SBHC[..., self.num_rotated :]
+        turned: Tensor = _Rotation.apply(rotated, *tables, self.interleaved)  # type: ignore[assignment]
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 class _Rotation(torch.autograd.Function):
     """Keeps the tables alone: the gradient is turned back by the same angles."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBHC: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x_SBHR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.pairs = num_rotated, interleaved
-        return _turned(x_SBHC, cos, sin, num_rotated, interleaved)
+        ctx.interleaved = interleaved
+        return _turned(x_SBHR, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin, *ctx.pairs), None, None, None, None
+        return _turned(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _turned(x_SBHC: Tensor, cos: Tensor, sin: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
-    rotated, rest = x_SBHC[..., :num_rotated], x_SBHC[..., num_rotated:]
+def _turned(x_SBHR: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     shape, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)
-    pairs = rotated.unflatten(-1, shape)
+    pairs = x_SBHR.unflatten(-1, shape)
     turned = pairs * cos.unsqueeze(dim)
     (first, second), (turned_first, turned_second) = pairs.unbind(dim), turned.unbind(dim)
     turned_first.addcmul_(second, sin, value=-1)
     turned_second.addcmul_(first, sin)
-    turned = turned.flatten(-2)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    return turned.flatten(-2)
 
 
 def rotary_frequencies(num_rotated: int, config: ModelConfig) -> Tensor:
